@@ -168,8 +168,8 @@ from ._grads.clip import clip_by_global_norm as clip_by_global_norm, clip_by_val
 from ._grads.clip import check_grad_norm as check_grad_norm
 
 from ._optim.optimizer import Optimizer as Optimizer
-from ._optim.from_torch import from_torch as from_torch
-from ._optim.from_formula import from_formula as from_formula
+from ._torch_optim.from_torch import from_torch as from_torch
+from ._torch_optim.from_formula import from_formula as from_formula
 from .interop._live_optimizer import from_torch_optimizer as from_torch_optimizer
 from .interop._live_optimizer import to_torch_optimizer as to_torch_optimizer
 from ._optim.transformation import (
@@ -178,7 +178,7 @@ from ._optim.transformation import (
 )
 from .interop._schedulers import schedule_from_torch as schedule_from_torch
 from ._optim.partition import partition as partition
-from ._optim.in_state import replace_settings as replace_settings
+from ._torch_optim.in_state import replace_settings as replace_settings
 from ._wrappers.schedule_free import with_schedule_free as with_schedule_free, averaged as averaged
 
 from ._optim.opt_state import OptState as OptState

@@ -8,10 +8,10 @@ from helpers import Untouched, clone, same_bits, tensors
 from torch.testing import assert_close
 
 import purescale as ps
-from purescale._optim import kernels
 from purescale._optim.optimizer import FlatOptimizer, as_flat_optimizer
 from purescale._optim.step_inputs import flatten_step
 from purescale._torch.tracing import as_on_an_accelerator, current_context
+from purescale._torch_optim import kernels
 from purescale._tree.gradients import Pending
 from purescale._wrappers import wrapper
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import purescale as ps
-from purescale._optim.kernels import ForLoopKernel
 from purescale._torch import tracing
+from purescale._torch_optim.kernels import ForLoopKernel
 
 OPTIM = torch.optim
 
@@ -195,7 +195,7 @@ def test_torchs_function_of_a_class_without_a_fused_kernel_agrees_with_its_formu
         ]
         with tracing.as_on_an_accelerator():
             formula = ps.unscale_and_step(optimizer, scaler, formula[0], grads, formula[1])[:2]
-    assert isinstance(optimizer._kernel_step.kernel, ForLoopKernel)
+    assert isinstance(optimizer.kernel, ForLoopKernel)
     for got, expected in zip(*map(pytree.tree_leaves, (by_kernel, formula)), strict=True):
         scale = expected.abs().max() + 6 * rate
         assert ((got - expected).abs().max() <= 2e-6 * scale).item(), (got, expected)

@@ -31,9 +31,9 @@ from hypothesis import given
 
 import purescale as ps
 from purescale._grads.clip import clip_factor
-from purescale._optim import kernel_step
 from purescale._torch import foreach
 from purescale._torch.tracing import as_on_an_accelerator
+from purescale._torch_optim import kernel_step
 
 INF, NAN = math.inf, math.nan
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")

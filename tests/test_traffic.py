@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
-from purescale._optim.kernels import keyword_arguments
 from purescale._torch import list_stats
+from purescale._torch_optim.kernels import keyword_arguments
 from purescale.testing import assert_sync_free
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
@@ -212,7 +212,7 @@ CHECKS = ("test_schema", "test_faketensor")
 def test_the_node_of_an_update_does_what_its_schema_says(name):
     optimizer = FUSED[name]
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
-    kernel = optimizer._kernel_step.kernel
+    kernel = optimizer.kernel
     groups = optimizer.config
     [group] = groups.build_param_groups(("0", "1"), groups.step_settings(state))
     settings = group.settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -97,6 +97,30 @@ def has_counts(opt_state: OptState) -> bool:
 def param_names(opt_state: OptState) -> list[str]:
     """Return the dotted names of the parameters of a state with slots like these."""
     return pytree.names(next(iter(opt_state.slots.values())), holes=True)
+
+
+# ---- settings in the state -----------------------------------------------------------------------
+
+
+def stored_settings(opt_state: OptState) -> dict[str, Any]:
+    """Return the settings that a state holds, the learning rate too."""
+    lr = {"lr": opt_state.lr} if isinstance(opt_state.lr, Tensor) else {}
+    return {**lr, **(opt_state.hyper or {})}
+
+
+def with_stored(opt_state: OptState, stored: Mapping[str, Any]) -> OptState:
+    """Return the state with these settings, the inverse of `stored_settings`."""
+    hyper = {name: value for name, value in stored.items() if name != "lr"}
+    return opt_state._replace(lr=stored.get("lr", ()), hyper=hyper or ())
+
+
+def numbers_of(settings: Any) -> list[Any]:
+    """Return every number of the settings in the state, also those within tuples."""
+    values = settings.values() if settings else ()
+    return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
+
+
+# ---- the states of other optimizers --------------------------------------------------------------
 
 
 def is_wrapped(state: Tree) -> bool:

@@ -99,6 +99,9 @@ class FlatOptimizer:
     may_add_slots: bool = False
     # True if half gradients are to be unscaled and clipped in float32.
     wide_grads: bool = False
+    # True if its state is an `OptState` with slots like the parameters, so that a wrapper may make
+    # a step in pieces.
+    steps_in_pieces: bool = False
     # True if it lives for more than one call, so that a cache is of use.
     is_cached: bool = True
     must_agree: Any  # what ranks compare of it

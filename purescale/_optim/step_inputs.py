@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .._optim.in_state import numbers_of, stored_settings
-from .._optim.opt_state import OptState, without_wrappers
+from .._optim.opt_state import OptState, numbers_of, stored_settings, without_wrappers
 from .._optim.param_layout import ParamLayout
-from .._torch import dtensor
+from .._torch import dtensor, foreach
 from .._torch.tensor_list import ListMetadata, TensorList
 from .._torch.tracing import CallContext, is_unresolved, refuse_graph_end
 from .._tree import pytree
@@ -122,6 +121,13 @@ class StepInputs(NamedTuple):
         if self.global_trees is not None:
             leaves = list(map(dtensor.shard, leaves))
         return self.layout.pick_present(leaves)
+
+    def grads_in_param_dtypes(self, grads: Gradients) -> list[Tensor | None]:
+        """Return the gradients in the form and in the dtypes of the parameters."""
+        leaves = self.grads_like_params(grads)
+        pairs = [(g, p.dtype) for g, p in zip(leaves, self.params, strict=True) if g is not None]
+        remaining = iter(foreach.cast([g for g, _ in pairs], [dtype for _, dtype in pairs]))
+        return [None if leaf is None else next(remaining) for leaf in leaves]
 
     @property
     def positions(self) -> list[Position]:

@@ -9,6 +9,6 @@ gradients; `forward_report.forward_report`, a table of module outputs;
 `update_report.update_report`, a table of the update that arrived in each parameter.
 Hands on: `ScaleProbe`, `GradReport`, `ForwardReport`, `UpdateReport`; all print as tables
 (`printing.py`).
-May import: `_step`, `_loss_scale`, `_grads`, `_batch_norm`, `_wrappers`, `_optim`, `_module`,
-`_distributed`, `_tree`, `_torch`.
+May import: `_step`, `_loss_scale`, `_grads`, `_batch_norm`, `_wrappers`, `_torch_optim`, `_optim`,
+`_module`, `_distributed`, `_tree`, `_torch`.
 """

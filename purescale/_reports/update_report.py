@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .._optim.optimizer import AdaptedOptimizer, Optimizer, as_flat_optimizer
-from .._optim.param_groups import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._optim.partition import PartitionOptimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
@@ -18,6 +17,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, shard
 from .._torch.dtypes import widest_float
 from .._torch.tracing import current_context
+from .._torch_optim.param_groups import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields

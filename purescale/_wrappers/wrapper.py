@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer
-from .._optim.param_groups import KernelOrFormulaOptimizer
 from .._optim.step_inputs import StepInputs
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
@@ -51,6 +50,7 @@ class Wrapper(FlatOptimizer):
         self.elementwise = self.flat_optimizer.elementwise
         self.runs_user_code = self.flat_optimizer.runs_user_code
         self.may_add_slots = self.flat_optimizer.may_add_slots
+        self.steps_in_pieces = self.flat_optimizer.steps_in_pieces
         self.wide_grads = self.widens_params or self.flat_optimizer.wide_grads
         self.must_agree = (optimizer, *settings)
 
@@ -118,12 +118,8 @@ class Wrapper(FlatOptimizer):
         """Return True if the inner optimizer itself chooses between old and new, in place: a class
         of torch or a formula, in a step without a derivative.
         """
-        inner: FlatOptimizer = self
-        while isinstance(inner, Wrapper):
-            inner = inner.flat_optimizer
-        if self.differentiable or torch.compiler.is_compiling():
-            return False
-        return isinstance(inner, KernelOrFormulaOptimizer)
+        is_eager = not torch.compiler.is_compiling()
+        return self.steps_in_pieces and is_eager and not self.differentiable
 
     def step_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._optim.from_torch import from_torch, optimizer_of, spec_of_class
-from .._optim.in_state import read_numbers
 from .._optim.opt_state import OptState, is_wrapped
-from .._optim.param_groups import ParamGroupOptimizer
-from .._optim.schedule import ScheduleBy
-from .._optim.settings import IMPLEMENTATION_FLAGS, OptimizerConfig
-from .._optim.torch_state_dict import common_value, write_state_dict
-from .._optim.user_class_step import with_python_scalars
+from .._torch_optim.from_torch import from_torch, optimizer_of, spec_of_class
+from .._torch_optim.in_state import read_numbers
+from .._torch_optim.param_groups import ParamGroupOptimizer
+from .._torch_optim.schedule import ScheduleBy
+from .._torch_optim.settings import IMPLEMENTATION_FLAGS, OptimizerConfig
+from .._torch_optim.torch_state_dict import common_value, with_python_scalars, write_state_dict
 from .._tree.pytree import Tree
 from .._wrappers.schedule_free import ScheduleFreeState
 from .._wrappers.wrapper import Wrapper

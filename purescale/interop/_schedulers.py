@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .._optim.schedule import check_rate
 from .._torch import private
 from .._torch.dtypes import to_device
+from .._torch_optim.schedule import check_rate
 from .._tree.scalars import checked_real, checked_whole
 
 Scheduled = Literal["lr", "momentum"]

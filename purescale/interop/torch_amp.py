@@ -16,10 +16,10 @@ from .._loss_scale.rules import NoScale, ScalerState
 from .._module.functional import Apply, make_functional
 from .._module.registered import load_into
 from .._optim.opt_state import OptState
-from .._optim.param_groups import ParamGroupOptimizer
-from .._optim.schedule import ScheduleBy
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
+from .._torch_optim.param_groups import ParamGroupOptimizer
+from .._torch_optim.schedule import ScheduleBy
 from .._tree.pytree import join_names
 from .._tree.scalars import checked_positive, checked_whole, increment
 from .._wrappers.master_weights import MasterState, master_weights, masters_within

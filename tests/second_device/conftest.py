@@ -1,7 +1,7 @@
 import pytest
 import sim
 
-from purescale._optim import kernels
+from purescale._torch_optim import kernels
 
 WHY_NOT = sim.why_not()
 if WHY_NOT is None:

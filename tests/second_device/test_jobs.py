@@ -12,8 +12,8 @@ from jobs import JOBS, to
 from measured import TOLERANCE, Trained, difference, measured, numbers, trained, written
 
 import purescale as ps
-from purescale._optim import kernels
 from purescale._torch import dtypes
+from purescale._torch_optim import kernels
 
 each = pytest.mark.parametrize("name", JOBS)
 

@@ -1,5 +1,5 @@
-"""Optimizers with settings and a state as those of torch.optim: by torch's kernels, a formula, or a
-user's class.
+"""Optimizers with settings and a state as those of torch.optim. Their steps are those of torch's
+kernels or of a formula; for a class of a user's own see `user_class.py`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.formula_step import FormulaStep, SlotSpec
-from .._optim.formulas import LeafSlots
-from .._optim.in_state import with_stored
-from .._optim.kernel_step import KernelStep, ParamGroupPlan
-from .._optim.opt_state import NO_SLOTS, STEP, OptState, count_step, has_counts, slot_lists_of
+from .._optim.opt_state import (
+    NO_SLOTS,
+    STEP,
+    OptState,
+    has_counts,
+    slot_lists_of,
+    with_stored,
+)
 from .._optim.optimizer import FlatOptimizer
-from .._optim.param_layout import ParamLayout, foreign_parameters_error, named_params
-from .._optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._optim.param_layout import ParamLayout, named_params
 from .._optim.step_inputs import StepInputs
-from .._optim.torch_state_dict import read_state_dict, write_state_dict
-from .._optim.user_class_step import step_of_user_class
-from .._torch import foreach
+from .._torch_optim.formula_step import FormulaStep, SlotSpec
+from .._torch_optim.formulas import LeafSlots
+from .._torch_optim.kernel_in_trace import KernelStepInTrace
+from .._torch_optim.kernel_step import KernelStep, ParamGroupPlan, kernel_for
+from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._torch_optim.torch_state_dict import read_state_dict, write_state_dict
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.leaves import describe
@@ -178,10 +183,15 @@ class ParamGroupOptimizer(FlatOptimizer):
 class KernelOrFormulaOptimizer(ParamGroupOptimizer):
     """A class of torch.optim or a formula of a user's: a step is torch's kernel or the formula."""
 
+    steps_in_pieces = True
+
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
         self.slot_spec = SlotSpec(config)
-        self._kernel_step = KernelStep(config)
+        self.kernel = kernel_for(config)
+        if self.kernel is not None:
+            self._kernel_step = KernelStep(config, self.kernel)
+            self._kernel_step_in_trace = KernelStepInTrace(config, self.kernel)
         self._formula_step = FormulaStep(config, self.slot_spec)
 
     def _init_slots(
@@ -212,7 +222,10 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         self.slot_spec.check(slot_lists_of(inputs.opt_state, inputs.layout), params)
         if self.config.needs_step_count and not has_counts(inputs.opt_state):
             _check_counts(self.config, inputs.layout)
-        return self._kernel_step.plan(inputs, groups)
+        if self.kernel is None or not self.kernel.takes(inputs.param_list, inputs.context):
+            return ParamGroupPlan(groups)
+        kernel_step = self._kernel_step_in_trace if inputs.context.traced else self._kernel_step
+        return kernel_step.plan(inputs, groups)
 
     def step_or_keep(
         self,
@@ -223,39 +236,14 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step, by a kernel if one can make or skip it."""
-        if self._kernel_step.can_run(inputs, grads, skip):
-            return self._kernel_step(inputs, grads, skip, in_place=in_place)
+        kernel_step = inputs.plan.kernel_step
+        if kernel_step is not None and kernel_step.can_run(inputs, grads, skip):
+            return kernel_step(inputs, grads, skip, in_place=in_place)
         return super().step_or_keep(inputs, grads, skip, in_place=in_place)
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step by the formula, in fresh memory."""
-        return self._formula_step(_counted(inputs), _cast_gradients(inputs, grads))
-
-
-class UserClassOptimizer(ParamGroupOptimizer):
-    """A class of a user's own, whose `step` is called, on copies. It makes its slots in its first
-    step, and a state has them by parameter.
-    """
-
-    may_add_slots = True
-
-    def plan(self, inputs: StepInputs) -> ParamGroupPlan:
-        """Return how a step is made. Refuse a state that does not belong to these parameters."""
-        if inputs.context.traced or inputs.context.captured:
-            raise ValueError(
-                f"{self.config.spec.name} has a step of its own, which is called and cannot "
-                "be compiled, captured, mapped or differentiated. Fix: call the step eagerly, take "
-                "a class of torch.optim, or write an (init, update) pair for from_transformation."
-            )
-        groups = self._checked_groups(inputs)
-        slots, names = inputs.opt_state.slots, inputs.layout.names
-        if slots.keys() != set(names):
-            raise foreign_parameters_error(list(slots), names)
-        return ParamGroupPlan(groups)
-
-    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step of the class, in fresh memory."""
-        return step_of_user_class(self.config, _counted(inputs), _cast_gradients(inputs, grads))
+        return self._formula_step(inputs, grads)
 
 
 def _check_counts(config: OptimizerConfig, params: ParamLayout) -> None:
@@ -269,17 +257,3 @@ def _check_counts(config: OptimizerConfig, params: ParamLayout) -> None:
             'optimizer for two models. Fix: `from_torch(..., counts="each")`, and its `init`; or '
             "zeros, as `value_and_grad` returns them, which let momentum and decay go on."
         )
-
-
-def _counted(inputs: StepInputs) -> StepInputs:
-    """Return the inputs with a state that has counted the step."""
-    return inputs.with_state(count_step(inputs.opt_state))
-
-
-def _cast_gradients(inputs: StepInputs, grads: Gradients) -> list[Tensor | None]:
-    """Return the gradient of each parameter in its dtype."""
-    grad_leaves, params = inputs.grads_like_params(grads), inputs.params
-    pairs = [(g, p.dtype) for g, p in zip(grad_leaves, params, strict=True) if g is not None]
-    leaves, dtypes = [g for g, _ in pairs], [dtype for _, dtype in pairs]
-    remaining = iter(foreach.cast(leaves, dtypes))
-    return [None if gradient is None else next(remaining) for gradient in grad_leaves]

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._optim.in_state import is_float_scalar
 from .._torch import private
 from .._torch.reads import NoReads, ReadError
 from .._torch.tracing import host_can_read, traced
+from .._torch_optim.in_state import is_float_scalar
 from .._tree.leaves import describe
 from .._tree.scalars import as_float, short_repr
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.formulas import formula_of
-from .._optim.param_groups import KernelOrFormulaOptimizer, ParamGroupOptimizer, UserClassOptimizer
-from .._optim.schedule import Schedule, ScheduleBy
-from .._optim.settings import Counts, OptimizerConfig, OptimizerSpec, Overrides
 from .._torch import private
+from .._torch_optim.formulas import formula_of
+from .._torch_optim.param_groups import KernelOrFormulaOptimizer, ParamGroupOptimizer
+from .._torch_optim.schedule import Schedule, ScheduleBy
+from .._torch_optim.settings import Counts, OptimizerConfig, OptimizerSpec, Overrides
+from .._torch_optim.user_class import UserClassOptimizer
 
 
 def from_torch(

@@ -11,22 +11,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
-from .._optim.in_state import map_numbers
 from .._optim.opt_state import (
     STEP,
     OptState,
     SlotLists,
+    count_step,
     slot_lists_like,
     slot_lists_of,
     values_of,
     with_slot_lists,
 )
-from .._optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
 from .._torch.dtypes import send_once, to_device, wide_dtype, widest_float
 from .._torch.tracing import traced
+from .._torch_optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
+from .._torch_optim.in_state import map_numbers
+from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._tree.gradients import Gradients
 from .._tree.leaves import describe, same_metadata
 
 
@@ -51,23 +53,24 @@ class FormulaStep:
     def __call__(
         self,
         inputs: StepInputs,
-        grad_leaves: list[Tensor | None],
+        grads: Gradients,
     ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, which the state has counted, in fresh memory.
-        Each leaf is stepped alone and keeps its graph if the step may be differentiated.
+        """Return parameters and state after the step with unscaled gradients, in fresh memory. Each
+        leaf is stepped alone and keeps its graph if the step may be differentiated.
         """
-        layout, params, applied = inputs.layout, inputs.params, inputs.opt_state.applied
-        slot_lists = slot_lists_of(inputs.opt_state, layout)
+        layout, params, opt_state = inputs.layout, inputs.params, count_step(inputs.opt_state)
+        slot_lists, applied = slot_lists_of(opt_state, layout), opt_state.applied
         t = applied.to(widest_float(applied.device))
         step_settings = inputs.step_settings.map(lambda table: _as_arguments(table, applied.device))
         per_leaf = self._config.differentiable or inputs.context.traced
+        grad_leaves = inputs.grads_in_param_dtypes(grads)
         operands = params, grad_leaves, slot_lists, t, step_settings, per_leaf
         if torch.compiler.is_dynamo_compiling():
             new = iter(self._opaque(list(layout.names), *operands))
         else:
             new = iter(self._step_as_list(inputs.plan.groups, *operands))
         params = list(itertools.islice(new, len(params)))
-        return params, with_slot_lists(inputs.opt_state, slot_lists_like(slot_lists, new), layout)
+        return params, with_slot_lists(opt_state, slot_lists_like(slot_lists, new), layout)
 
     def _step_as_list(
         self,

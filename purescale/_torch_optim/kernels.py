@@ -19,15 +19,14 @@ from torch.optim.nadam import nadam
 from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 
-from .._optim import formulas
-from .._optim.formulas import Settings
-from .._optim.in_state import read_numbers
 from .._torch import foreach, private
 from .._torch.foreach import all_same_memory_order
-from .._torch.operators import define
 from .._torch.tensor_list import TensorList, are_comparable
 from .._torch.tracing import CallContext, host_can_read
-from .._tree.gradients import Gradients, Pending
+from .._torch_optim import formulas
+from .._torch_optim.formulas import Settings
+from .._torch_optim.in_state import read_numbers
+from .._tree.gradients import Gradients
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
 SKIP_IN_KERNEL = {"cuda", "xpu"}
@@ -185,7 +184,6 @@ def copied_number(number: Any) -> Any:
     return number.clone() if isinstance(number, Tensor) else number
 
 
-_BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
 _ADAM = ("beta1", "beta2", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
 _MOMENTS = {"exp_avg": "", "exp_avg_sq": ""}
 _FUSED: dict[Any, FusedKernel] = {
@@ -223,7 +221,7 @@ _FOR_LOOPS: dict[Any, ForLoopKernel] = {
     ),
     formulas.radam: ForLoopKernel(radam, _MOMENTS, ("lr", *_ADAM)),
 }
-_BY_NAME = {kernel.name: kernel for kernel in _FUSED.values()}
+FUSED_KERNELS = {kernel.name: kernel for kernel in _FUSED.values()}
 
 
 def kernel_of(formula: formulas.Formula) -> Kernel | None:
@@ -282,59 +280,3 @@ def _grads_for_kernel(call: KernelCall) -> Gradients:
     if not all_same_memory_order(tensors, params):
         tensors = list(map(foreach.laid_out_like, tensors, params))
     return grads.with_tensors(tensors, owned=grads.owned)
-
-
-# ---- one launch as an operator -------------------------------------------------------------------
-
-
-def _update_targets(
-    targets: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    name: str,
-    float_args: Sequence[float],
-    counts: Sequence[Tensor],
-    tensor_args: Sequence[Tensor | None],
-    owned: bool,
-) -> None:
-    """`FusedKernel.update` as an operator of a graph, which reads the flag of a skip on a CPU.
-    Traced operator by operator, a hundred parameters would take minutes to compile. `targets`: the
-    parameters, then each slot. `tensor_args`: the rate if it is a tensor, else None; `skip`; what
-    the gradients wait for. `float_args`: the rate if it is a number, else 0; the other settings.
-    """
-    count, kernel, (lr, skip, *pending) = len(grads), _BY_NAME[name], tensor_args
-    if skip is not None and host_can_read([skip]):
-        if skip:
-            return
-        skip = None
-    params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
-    slots += [[]] * (len(kernel.slot_conditions) - len(slots))  # only the last one may not exist
-    lr_number, *others = float_args
-    settings = {
-        key: bool(number) if key in _BOOLEANS else number
-        for key, number in zip(kernel.setting_names, others, strict=True)
-    }
-    bound_kernel = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
-    gradients = kernel.fold_factor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
-    kernel.update(KernelCall(bound_kernel, params, slots, gradients, list(counts)), skip)
-
-
-define("fused_update", _update_targets)
-
-
-def arguments_of_operator(
-    kernel: FusedKernel, call: KernelCall, skip: Tensor | None
-) -> tuple[Any, ...]:
-    """Return the arguments of the operator `fused_update`."""
-    settings = call.bound_kernel.settings
-    grads, lr = call.grads, settings["lr"]
-    targets = [target for column in (call.params, *call.slots) for target in column]
-    lr_number, lr_tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
-    float_args = [lr_number, *keyword_arguments(settings, kernel.setting_names).values()]
-    pending = [
-        torch.full((), number, dtype=grads.factor_dtype, device=targets[0].device)
-        if isinstance(number, float)
-        else number
-        for number in grads.pending
-    ]
-    arguments = targets, grads.tensors, kernel.name, list(map(float, float_args)), call.state_steps
-    return *arguments, [lr_tensor, skip, *pending]

@@ -18,24 +18,18 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .._optim.in_state import (
-    as_float32,
-    check_stored,
-    is_float_scalar,
-    map_numbers,
-    stored_settings,
-)
-from .._optim.opt_state import OptState
-from .._optim.schedule import (
+from .._optim.opt_state import OptState, stored_settings
+from .._torch import private
+from .._torch.dtypes import to_device
+from .._torch.tracing import traced
+from .._torch_optim.in_state import as_float32, check_stored, is_float_scalar, map_numbers
+from .._torch_optim.schedule import (
     ScheduleBy,
     check_scheduled,
     first_numbers,
     first_rate,
     is_scheduled,
 )
-from .._torch import private
-from .._torch.dtypes import to_device
-from .._torch.tracing import traced
 from .._tree import pytree
 from .._tree.leaves import describe
 from .._tree.scalars import as_float

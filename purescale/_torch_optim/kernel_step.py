@@ -1,10 +1,9 @@
-"""The step of a class of torch.optim by torch's own kernels: its launches, planned, and its three
-ways: eager, in a graph of `jit`, and in one of Dynamo.
+"""The step of a class of torch.optim by torch's own kernels: its launches, planned and made. In a
+trace see `kernel_in_trace.py`.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,33 +11,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.in_state import map_numbers, numbers_of
-from .._optim.kernels import (
-    BoundKernel,
-    FusedKernel,
-    KernelCall,
-    arguments_of_operator,
-    copied_number,
-    kernel_of,
-)
 from .._optim.opt_state import (
     STEP,
     OptState,
     SlotLists,
     count_step,
-    slot_lists_like,
+    numbers_of,
     slot_lists_of,
-    values_of,
-    with_slot_lists,
 )
-from .._optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach
 from .._torch.dtypes import to_device
 from .._torch.foreach import same_memory_order
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import host_can_read, may_be_opaque
-from .._tree.gradients import Gradients, Pending
+from .._torch.tracing import host_can_read
+from .._torch_optim.kernels import (
+    BoundKernel,
+    FusedKernel,
+    Kernel,
+    KernelCall,
+    kernel_of,
+)
+from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._tree.gradients import Gradients
 
 
 class LaunchPlan(NamedTuple):
@@ -61,8 +56,8 @@ class ParamGroupPlan(NamedTuple):
     """
 
     groups: list[ParamGroup]
-    # None if no kernel takes these tensors; empty in Dynamo, which does not trace launches
-    launches: list[LaunchPlan] | None = None
+    kernel_step: KernelStep | None = None  # None if no kernel takes these tensors
+    launches: Sequence[LaunchPlan] = ()  # Dynamo plans them in the compiled step
     # the indices of each parameter with each of its slots
     param_slot_pairs: Sequence[tuple[int, int]] = ()
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
@@ -81,40 +76,37 @@ def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
     return lambda leaves: [list(get(leaves)) for get in getters]
 
 
-class KernelStep:
-    """The step of a class of torch.optim by torch's own kernel, if it has one."""
+def kernel_for(config: OptimizerConfig) -> Kernel | None:
+    """Return the kernel that makes steps with these settings; None if the formula makes them."""
+    kernel = kernel_of(config.spec.formula)
+    flags = {config.arguments.get(name) for name in ("foreach", "fused", "capturable")}
+    is_fused = isinstance(kernel, FusedKernel)
+    ruled_out = (
+        # torch's own class runs no fused kernel then
+        is_fused and flags != {None} and not config.arguments.get("fused"),
+        config.differentiable and not config.arguments.get("fused"),
+        # it cannot tell a parameter's first step
+        config.needs_step_count and config.spec.formula.makes_buffer_in_first_step,
+        # with momentum 0 it does not update the buffer, which a later momentum needs
+        "momentum" in config.in_state,
+        # it divides numbers by 1 - beta, which float32 may round to 0
+        not is_fused and "betas" in config.in_state,
+    )
+    return None if any(ruled_out) else kernel
 
-    def __init__(self, config: OptimizerConfig) -> None:
-        self._config = config
-        kernel: Any = kernel_of(config.spec.formula)
-        flags = {config.arguments.get(name) for name in ("foreach", "fused", "capturable")}
-        is_fused = isinstance(kernel, FusedKernel)
-        ruled_out = (
-            # torch's own class runs no fused kernel then
-            is_fused and flags != {None} and not config.arguments.get("fused"),
-            config.differentiable and not config.arguments.get("fused"),
-            # it cannot tell a parameter's first step
-            config.needs_step_count and config.spec.formula.makes_buffer_in_first_step,
-            # with momentum 0 it does not update the buffer, which a later momentum needs
-            "momentum" in config.in_state,
-            # it divides numbers by 1 - beta, which float32 may round to 0
-            not is_fused and "betas" in config.in_state,
-        )
-        self.kernel: Any = None if any(ruled_out) else kernel
-        self._opaque = config.opaque_in_dynamo(
-            self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
-        )
+
+class KernelStep:
+    """The step of a class of torch.optim by one of torch's own kernels."""
+
+    def __init__(self, config: OptimizerConfig, kernel: Kernel) -> None:
+        self._config, self.kernel = config, kernel
 
     def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> ParamGroupPlan:
         """Return the plan of a step."""
-        if self.kernel is None or not self.kernel.takes(inputs.param_list, inputs.context):
-            return ParamGroupPlan(groups)
-        if torch.compiler.is_dynamo_compiling():
-            return ParamGroupPlan(groups, launches=[])
         leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
-        slot_lists = slot_lists_of(state, inputs.layout)
-        launches = self._launches(inputs.param_list, inputs.layout.grad_indices, slot_lists, groups)
+        slot_lists, grad_indices = slot_lists_of(state, inputs.layout), inputs.layout.grad_indices
+        launches = self.plan_launches(inputs.param_list, grad_indices, slot_lists, groups)
         pairs = [
             pair
             for launch in launches
@@ -124,11 +116,11 @@ class KernelStep:
         ]
         dense = inputs.leaves_if_dense
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
-        in_order = _slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
+        in_order = slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         fits = is_dense and in_order
-        return ParamGroupPlan(groups, launches, pairs, leaves_fit_kernel=fits)
+        return ParamGroupPlan(groups, self, launches, pairs, leaves_fit_kernel=fits)
 
-    def _launches(
+    def plan_launches(
         self,
         params: TensorList,
         grad_indices: Sequence[int | None],
@@ -168,38 +160,21 @@ class KernelStep:
         return launches
 
     def can_run(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
-        """Return True if the planned kernel takes the values of this step. The host must be able to
+        """Return True if the kernel takes the values of this step. The host must be able to
         read its settings, and the flag of a skip for a `ForLoopKernel`, which takes none. A rate on
-        an accelerator must be float32. In a trace, one opaque operator must stand for the kernel.
+        an accelerator must be float32.
         """
-        plan, step_settings = inputs.plan, inputs.step_settings
-        if plan.launches is None:
-            return False
         if skip is not None and not (self.kernel.takes_skip or host_can_read([skip])):
             return False
-        if not self._config.settings_are_constant:
-            numbers = numbers_of(inputs.opt_state.hyper)
-            if numbers and not host_can_read(numbers):
-                return False
-            # On an accelerator it reads a rate as float32.
-            rates = [table.get("lr") for table in step_settings.tables()]
-            tensors = [rate for rate in rates if isinstance(rate, Tensor)]
-            if any([rate.dtype is not torch.float32 and not rate.is_cpu for rate in tensors]):
-                return False
-        if not inputs.context.traced:
+        if self._config.settings_are_constant:
             return True
-        numbers = [value for table in step_settings.tables() for value in table.values()]
-        scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
-        params, slot_lists = inputs.params, slot_lists_of(inputs.opt_state, inputs.layout)
-        if not may_be_opaque(params, grads.tensors, values_of(slot_lists), scalars):
+        numbers = numbers_of(inputs.opt_state.hyper)
+        if numbers and not host_can_read(numbers):
             return False
-        # The operator returns slots as they are laid out; the kernel walks them as the parameter.
-        pairs = [
-            pair
-            for slot_list in slot_lists.values()
-            for pair in zip(params, slot_list, strict=True)
-        ]
-        return torch.compiler.is_compiling() or _slots_follow_params(pairs)
+        # On an accelerator it reads a rate as float32.
+        rates = [table.get("lr") for table in inputs.step_settings.tables()]
+        tensors = [rate for rate in rates if isinstance(rate, Tensor)]
+        return all([rate.dtype is torch.float32 or rate.is_cpu for rate in tensors])
 
     def __call__(
         self,
@@ -210,28 +185,13 @@ class KernelStep:
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped."""
-        if not inputs.context.traced:
-            return self._in_eager(inputs, grads, skip, in_place=in_place)
-        inputs = inputs.with_state(count_step(inputs.opt_state, skip))
-        if torch.compiler.is_dynamo_compiling():
-            return self._in_dynamo(inputs, grads, skip, in_place=in_place)
-        return self._as_operators(inputs, grads, skip)
-
-    def _in_eager(
-        self,
-        inputs: StepInputs,
-        grads: Gradients,
-        skip: Tensor | None,
-        *,
-        in_place: bool,
-    ) -> tuple[list[Tensor], OptState]:
         plan, step_settings = inputs.plan, inputs.step_settings
         leaves, structure = inputs.leaves_and_state_structure()
         if plan.leaves_fit_kernel:
             leaves = leaves if in_place else foreach.clone_list(leaves)
         else:
             listed = inputs.leaves_if_dense is not None
-            leaves = _writable_leaves(
+            leaves = writable_leaves(
                 leaves, plan.param_slot_pairs, listed=listed, in_place=in_place
             )
         if not self._config.settings_are_constant:
@@ -250,70 +210,14 @@ class KernelStep:
         grads_match_params = plan.leaves_fit_kernel and are_alike
         counted = list(leaves)
         for launch in plan.launches:
-            _add_to_counts(counted, launch.count_indices, skip)
+            add_to_counts(counted, launch.count_indices, skip)
         operands = counted, applied, grads, step_settings, grads_match_params
-        for launch, call in self._calls(plan.launches, *operands):
+        for launch, call in self.calls(plan.launches, *operands):
             self.kernel.update(call, skip)
-            _add_to_counts(leaves, launch.count_indices, skip, in_place=True)
+            add_to_counts(leaves, launch.count_indices, skip, in_place=True)
         return leaves[:num_params], count_step(state, skip, in_place=True)
 
-    def _as_operators(
-        self, inputs: StepInputs, grads: Gradients, skip: Tensor | None
-    ) -> tuple[list[Tensor], OptState]:
-        """Make the step from operators, which end a graph of `jit`."""
-        launches = inputs.plan.launches
-        leaves, structure = inputs.leaves_and_state_structure()
-        num_params, stepped = len(inputs.params), list(leaves)
-        for launch in launches:
-            _add_to_counts(stepped, launch.count_indices, skip)
-        operands = stepped, inputs.opt_state.applied, grads, inputs.step_settings
-        for launch, call in self._calls(launches, *operands):
-            new = torch.ops.purescale.fused_update(*arguments_of_operator(self.kernel, call, skip))
-            indices = itertools.chain(launch.param_indices, *launch.slot_indices)
-            for index, tensor in zip(indices, new, strict=True):
-                stepped[index] = tensor
-        return stepped[:num_params], structure.unflatten(stepped[num_params:])
-
-    def _in_dynamo(
-        self,
-        inputs: StepInputs,
-        grads: Gradients,
-        skip: Tensor | None,
-        *,
-        in_place: bool,
-    ) -> tuple[list[Tensor], OptState]:
-        """Make the step as one function, which Dynamo does not trace."""
-        step_settings, layout = inputs.step_settings, inputs.layout
-        params, slot_lists = _writable_slot_lists(inputs, in_place=in_place)
-        state = with_slot_lists(inputs.opt_state, slot_lists, layout)
-        if not self._config.settings_are_constant:
-            step_settings = step_settings.map(lambda table: map_numbers(copied_number, table))
-        grad_indices = list(layout.grad_indices)
-        if STEP in slot_lists:
-            with_grad = [n for n, index in enumerate(grad_indices) if index is not None]
-            _add_to_counts(slot_lists[STEP], with_grad, skip, in_place=True)
-        tensors, scalars = (params, grads.tensors, slot_lists), (state.applied, skip, grads.pending)
-        self._opaque(list(layout.names), grad_indices, tensors, scalars, step_settings)
-        return params, state
-
-    def _step_for_dynamo(
-        self,
-        groups: list[ParamGroup],
-        grad_indices: list[int | None],
-        tensors: tuple[list[Tensor], list[Tensor], SlotLists],
-        scalars: tuple[Tensor, Tensor | None, Pending],
-        step_settings: StepSettings,
-    ) -> None:
-        """Make the step of `_in_dynamo` from a compiled one."""
-        (params, grad_tensors, slot_lists), (applied, skip, pending) = tensors, scalars
-        grads = Gradients.of_dense(grad_tensors, pending)
-        indices_of_slots = slot_lists_like(slot_lists, itertools.count(len(params)))
-        launches = self._launches(TensorList(params), grad_indices, indices_of_slots, groups)
-        leaves = [*params, *values_of(slot_lists)]
-        for _, call in self._calls(launches, leaves, applied, grads, step_settings):
-            torch.ops.purescale.fused_update_(*arguments_of_operator(self.kernel, call, skip))
-
-    def _calls(
+    def calls(
         self,
         launches: list[LaunchPlan],
         leaves: list[Any],
@@ -343,7 +247,7 @@ class KernelStep:
             )
 
 
-def _writable_leaves(
+def writable_leaves(
     leaves: list[Any], pairs: Sequence[tuple[int, int]], *, listed: bool = False, in_place: bool
 ) -> list[Any]:
     """Return leaves that a kernel may write into: these, off the graph, if `in_place`, else copies.
@@ -365,24 +269,13 @@ def _writable_leaves(
     return writable
 
 
-def _writable_slot_lists(inputs: StepInputs, *, in_place: bool) -> tuple[list[Tensor], SlotLists]:
-    """Return parameters and slot lists that a kernel may write into, as `_writable_leaves`."""
-    old, slot_lists = inputs.params, slot_lists_of(inputs.opt_state, inputs.layout)
-    leaves = [*old, *values_of(slot_lists)]
-    numbered = slot_lists_like(slot_lists, range(len(old), len(leaves)))
-    places = [pair for slot_list in numbered.values() for pair in enumerate(slot_list)]
-    pairs = [(n, place) for n, place in places if isinstance(place, int)]
-    new = iter(_writable_leaves(leaves, pairs, in_place=in_place))
-    return list(itertools.islice(new, len(old))), slot_lists_like(slot_lists, new)
-
-
-def _slots_follow_params(param_slot_pairs: list[tuple[Tensor, Any]]) -> bool:
+def slots_follow_params(param_slot_pairs: list[tuple[Tensor, Any]]) -> bool:
     """Return True if each slot of the shape of its parameter has its memory order."""
     like = [(p, s) for p, s in param_slot_pairs if isinstance(s, Tensor) and p.shape == s.shape]
     return all([same_memory_order(slot, param) for param, slot in like])
 
 
-def _add_to_counts(
+def add_to_counts(
     leaves: list[Any], indices: Sequence[int], skip: Tensor | None, *, in_place: bool = False
 ) -> None:
     """Add 1 to the leaves with these indices, which count steps, unless the step is skipped."""

@@ -1,0 +1,18 @@
+"""Optimizers with parameter groups and a state as those of torch.optim: its classes, a formula of
+one leaf, a class of a user's own.
+
+from_torch       an optimizer from a class of torch.optim, or of a user's
+from_formula     an optimizer from the mathematics of one leaf
+param_groups     the optimizers of both: their state, the plan of a step
+settings         numbers and constants, for all parameters and by override (in_state: those that a
+                 state holds; schedule: functions of a count)
+kernel_step      a step by launches of torch's kernels (kernels); in a trace kernel_in_trace
+formula_step     a step by formulas (formulas), where no kernel fits, and the slots of a class
+user_class       a step by the `step` of a user's class, on copies
+torch_state_dict state dicts of torch, written and read
+
+Entry: `from_torch.from_torch`, `from_formula.from_formula`.
+A step: `param_groups.KernelOrFormulaOptimizer`: `plan`, once for arguments that are alike, then
+`step_or_keep`, which takes `Gradients` that may still be scaled.
+May import: `_optim`, `_tree`, `_torch`.
+"""

@@ -1,0 +1,214 @@
+"""The step by torch's own kernels in a trace, in a graph of `jit` or of Dynamo: each launch is one
+operator. Traced operator by operator, a hundred parameters would take minutes to compile.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._optim.opt_state import (
+    STEP,
+    OptState,
+    SlotLists,
+    count_step,
+    slot_lists_like,
+    slot_lists_of,
+    values_of,
+    with_slot_lists,
+)
+from .._optim.step_inputs import StepInputs
+from .._torch.operators import define
+from .._torch.tensor_list import TensorList
+from .._torch.tracing import host_can_read, may_be_opaque
+from .._torch_optim.in_state import map_numbers
+from .._torch_optim.kernel_step import (
+    KernelStep,
+    ParamGroupPlan,
+    add_to_counts,
+    slots_follow_params,
+    writable_leaves,
+)
+from .._torch_optim.kernels import (
+    FUSED_KERNELS,
+    FusedKernel,
+    Kernel,
+    KernelCall,
+    copied_number,
+    keyword_arguments,
+)
+from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._tree.gradients import Gradients, Pending
+
+
+class KernelStepInTrace(KernelStep):
+    """The step of a class of torch.optim by torch's fused kernel, in a trace."""
+
+    kernel: FusedKernel  # no other runs in a trace
+
+    def __init__(self, config: OptimizerConfig, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
+        self._opaque = config.opaque_in_dynamo(
+            self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
+        )
+
+    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> ParamGroupPlan:
+        """Return the plan of a step."""
+        if torch.compiler.is_dynamo_compiling():
+            return ParamGroupPlan(groups, self)
+        return super().plan(inputs, groups)
+
+    def can_run(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+        """Return True if the kernel takes the values of this step, and one opaque operator may
+        stand for it.
+        """
+        if not super().can_run(inputs, grads, skip):
+            return False
+        numbers = [value for table in inputs.step_settings.tables() for value in table.values()]
+        scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
+        params, slot_lists = inputs.params, slot_lists_of(inputs.opt_state, inputs.layout)
+        if not may_be_opaque(params, grads.tensors, values_of(slot_lists), scalars):
+            return False
+        # The operator returns slots as they are laid out; the kernel walks them as the parameter.
+        pairs = [
+            pair
+            for slot_list in slot_lists.values()
+            for pair in zip(params, slot_list, strict=True)
+        ]
+        return torch.compiler.is_compiling() or slots_follow_params(pairs)
+
+    def __call__(
+        self,
+        inputs: StepInputs,
+        grads: Gradients,
+        skip: Tensor | None,
+        *,
+        in_place: bool,
+    ) -> tuple[list[Tensor], OptState]:
+        """Return parameters and state after the step, unless it is skipped."""
+        inputs = inputs.with_state(count_step(inputs.opt_state, skip))
+        if torch.compiler.is_dynamo_compiling():
+            return self._in_dynamo(inputs, grads, skip, in_place=in_place)
+        launches = inputs.plan.launches
+        leaves, structure = inputs.leaves_and_state_structure()
+        num_params, stepped = len(inputs.params), list(leaves)
+        for launch in launches:
+            add_to_counts(stepped, launch.count_indices, skip)
+        operands = stepped, inputs.opt_state.applied, grads, inputs.step_settings
+        for launch, call in self.calls(launches, *operands):
+            new = torch.ops.purescale.fused_update(*_arguments(self.kernel, call, skip))
+            indices = itertools.chain(launch.param_indices, *launch.slot_indices)
+            for index, tensor in zip(indices, new, strict=True):
+                stepped[index] = tensor
+        return stepped[:num_params], structure.unflatten(stepped[num_params:])
+
+    def _in_dynamo(
+        self,
+        inputs: StepInputs,
+        grads: Gradients,
+        skip: Tensor | None,
+        *,
+        in_place: bool,
+    ) -> tuple[list[Tensor], OptState]:
+        """Make the step as one function, which Dynamo does not trace."""
+        step_settings, layout = inputs.step_settings, inputs.layout
+        params, slot_lists = _writable_slot_lists(inputs, in_place=in_place)
+        state = with_slot_lists(inputs.opt_state, slot_lists, layout)
+        if not self._config.settings_are_constant:
+            step_settings = step_settings.map(lambda table: map_numbers(copied_number, table))
+        grad_indices = list(layout.grad_indices)
+        if STEP in slot_lists:
+            with_grad = [n for n, index in enumerate(grad_indices) if index is not None]
+            add_to_counts(slot_lists[STEP], with_grad, skip, in_place=True)
+        tensors, scalars = (params, grads.tensors, slot_lists), (state.applied, skip, grads.pending)
+        self._opaque(list(layout.names), grad_indices, tensors, scalars, step_settings)
+        return params, state
+
+    def _step_for_dynamo(
+        self,
+        groups: list[ParamGroup],
+        grad_indices: list[int | None],
+        tensors: tuple[list[Tensor], list[Tensor], SlotLists],
+        scalars: tuple[Tensor, Tensor | None, Pending],
+        step_settings: StepSettings,
+    ) -> None:
+        """Make the step of `_in_dynamo` from a compiled one."""
+        (params, grad_tensors, slot_lists), (applied, skip, pending) = tensors, scalars
+        grads = Gradients.of_dense(grad_tensors, pending)
+        indices_of_slots = slot_lists_like(slot_lists, itertools.count(len(params)))
+        launches = self.plan_launches(TensorList(params), grad_indices, indices_of_slots, groups)
+        leaves = [*params, *values_of(slot_lists)]
+        for _, call in self.calls(launches, leaves, applied, grads, step_settings):
+            torch.ops.purescale.fused_update_(*_arguments(self.kernel, call, skip))
+
+
+def _writable_slot_lists(inputs: StepInputs, *, in_place: bool) -> tuple[list[Tensor], SlotLists]:
+    """Return parameters and slot lists that a kernel may write into, as `writable_leaves`."""
+    old, slot_lists = inputs.params, slot_lists_of(inputs.opt_state, inputs.layout)
+    leaves = [*old, *values_of(slot_lists)]
+    numbered = slot_lists_like(slot_lists, range(len(old), len(leaves)))
+    places = [pair for slot_list in numbered.values() for pair in enumerate(slot_list)]
+    pairs = [(n, place) for n, place in places if isinstance(place, int)]
+    new = iter(writable_leaves(leaves, pairs, in_place=in_place))
+    return list(itertools.islice(new, len(old))), slot_lists_like(slot_lists, new)
+
+
+# ---- the operator --------------------------------------------------------------------------------
+
+
+_BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
+
+
+def _update_targets(
+    targets: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    name: str,
+    float_args: Sequence[float],
+    counts: Sequence[Tensor],
+    tensor_args: Sequence[Tensor | None],
+    owned: bool,
+) -> None:
+    """`FusedKernel.update` as an operator of a graph, which reads the flag of a skip on a CPU.
+    `targets`: the parameters, then each slot. `tensor_args`: the rate if it is a tensor, else None;
+    `skip`; what the gradients wait for. `float_args`: the rate if it is a number, else 0; the other
+    settings.
+    """
+    count, kernel, (lr, skip, *pending) = len(grads), FUSED_KERNELS[name], tensor_args
+    if skip is not None and host_can_read([skip]):
+        if skip:
+            return
+        skip = None
+    params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
+    slots += [[]] * (len(kernel.slot_conditions) - len(slots))  # only the last one may not exist
+    lr_number, *others = float_args
+    settings = {
+        key: bool(number) if key in _BOOLEANS else number
+        for key, number in zip(kernel.setting_names, others, strict=True)
+    }
+    bound_kernel = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
+    gradients = kernel.fold_factor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
+    kernel.update(KernelCall(bound_kernel, params, slots, gradients, list(counts)), skip)
+
+
+define("fused_update", _update_targets)
+
+
+def _arguments(kernel: FusedKernel, call: KernelCall, skip: Tensor | None) -> tuple[Any, ...]:
+    """Return the arguments of the operator `fused_update`."""
+    settings = call.bound_kernel.settings
+    grads, lr = call.grads, settings["lr"]
+    targets = [target for column in (call.params, *call.slots) for target in column]
+    lr_number, lr_tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
+    float_args = [lr_number, *keyword_arguments(settings, kernel.setting_names).values()]
+    pending = [
+        torch.full((), number, dtype=grads.factor_dtype, device=targets[0].device)
+        if isinstance(number, float)
+        else number
+        for number in grads.pending
+    ]
+    arguments = targets, grads.tensors, kernel.name, list(map(float, float_args)), call.state_steps
+    return *arguments, [lr_tensor, skip, *pending]

@@ -646,26 +646,102 @@ def test_a_step_is_made_as_planned_while_another_thread_enters_a_transform(
     params = {str(k): torch.rand(33, generator=GENERATOR) for k in range(number)}
     if around in ("masters", "rounding"):
         params = {name: param.bfloat16() for name, param in params.items()}
-    inside, done = threading.Event(), threading.Event()
-
-    def other():
-        with forward_ad.dual_level():
-            inside.set()
-            done.wait(60)
-
-    def loss_fn(params, buffers, thread):
-        if thread is not None:
-            thread.start()
-            inside.wait(60)
-        return sum((param.float() ** 3).sum() for param in params.values()), buffers
-
-    settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
+    settings = {"loss_fn": loss_that_starts, "optimizer": optimizer, "rule": rule}
     state, _ = ps.train_step(ps.init_train_state(params, {}, optimizer, rule), [None], **settings)
     expected, _ = ps.train_step(state, [None], **settings)
-    thread = threading.Thread(target=other)
+    with beside_a_thread(in_forward_mode) as start:
+        found, _ = ps.train_step(state, [start], **settings)
+    assert same_bits(found, expected)
+
+
+def loss_that_starts(params, buffers, start):
+    """A loss in which another thread is started."""
+    if start is not None:
+        start()
+    return sum((param.float() ** 3).sum() for param in params.values()), buffers
+
+
+@contextlib.contextmanager
+def beside_a_thread(run):
+    """Yield a function that starts a thread, which is in what `run` enters until the end."""
+    inside, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=run, args=(inside, done))
+
+    def start():
+        thread.start()
+        assert inside.wait(60)
+
     try:
-        found, _ = ps.train_step(state, [thread], **settings)
+        yield start
     finally:
         done.set()
         thread.join()
+
+
+def in_forward_mode(inside, done):
+    with forward_ad.dual_level():
+        inside.set()
+        done.wait(60)
+
+
+def in_a_compiler(inside, done):
+    def backend(module, _):
+        inside.set()
+        done.wait(60)
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+
+
+def descend(param, grad, slots, settings, t):
+    return param - settings["lr"] * grad, {}
+
+
+OF_FORMULAS = {
+    "formula": ps.from_formula(descend, elementwise=True, lr=0.1),
+    "ASGD": ps.from_torch(torch.optim.ASGD, lr=0.1),
+    "masters": ps.with_master_weights(ps.from_torch(torch.optim.Adafactor, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("run", [in_forward_mode, in_a_compiler])
+@pytest.mark.parametrize("name", OF_FORMULAS)
+def test_a_formula_stays_off_the_graph_while_another_thread_enters_a_transform(name, run, donate):
+    optimizer, rule = OF_FORMULAS[name], ps.StaticScale(8.0)
+    params = {key: torch.rand(33, generator=GENERATOR) for key in "abc"}
+    settings = {"loss_fn": loss_that_starts, "optimizer": optimizer, "rule": rule}
+
+    def state():
+        own = {key: nn.Parameter(param.clone()) for key, param in params.items()}
+        return ps.init_train_state(own, {}, optimizer, rule)._replace(params=own)
+
+    expected, _ = ps.train_step(state(), [None], donate=donate, **settings)
+    with beside_a_thread(run) as start:
+        found, _ = ps.train_step(state(), [start], donate=donate, **settings)
+    assert [leaf.requires_grad for leaf in tensors(found)] == [
+        leaf.requires_grad for leaf in tensors(expected)
+    ]
+    assert all(leaf.grad_fn is None for leaf in tensors(found))
+    torch.testing.assert_close(found.params, expected.params)
+
+
+def test_a_formula_over_transposed_leaves_is_the_same_while_another_thread_compiles():
+    with beside_a_thread(in_a_compiler) as start:
+        starts = [start]
+
+        def descend_after_start(param, grad, slots, settings, t):
+            if is_second and starts:
+                starts.pop()()
+            return descend(param, grad, slots, settings, t)
+
+        optimizer = ps.from_formula(descend_after_start, elementwise=True, lr=0.1)
+        params = {"w": torch.arange(6.0).view(2, 3).t(), "b": torch.ones(3, 2).t()}
+        grads = {name: param.cos() for name, param in params.items()}
+        is_second = False
+        expected, _ = optimizer.step(params, grads, optimizer.init(params))
+        is_second = True
+        found, _ = optimizer.step(params, grads, optimizer.init(params))
+    assert starts == []
     assert same_bits(found, expected)

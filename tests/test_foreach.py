@@ -463,7 +463,7 @@ def made(monkeypatch):
 
     def make(name, settings):
         optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-        monkeypatch.setattr(optimizer._kernel_step, "kernel", None)
+        monkeypatch.setattr(optimizer, "kernel", None)
         return optimizer
 
     return make

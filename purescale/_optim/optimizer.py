@@ -35,9 +35,10 @@ from .._tree.select import select_leaves
 class Optimizer(Protocol):
     """The protocol of an optimizer: two pure methods. `purescale.testing.assert_optimizer` tests
     one. It may have attributes: `differentiable = True` if `.backward()` may go through its step,
-    `elementwise = True` if elements update independently, so that shards of DTensors can be
-    stepped, `may_add_slots = True` if its first step adds to the state, and `wide_grads = True` if
-    it wants half gradients in float32.
+    `elementwise = True` if elements update independently, so that it is given shards in place of
+    DTensors (False: sharded ones are refused; by default DTensors come whole), `may_add_slots =
+    True` if its first step adds to the state, and `wide_grads = True` if it wants half gradients in
+    float32.
     """
 
     def init(self, params: Tree) -> Tree:

@@ -18,7 +18,8 @@ from .._loss_scale.headroom import grad_amax
 from .._loss_scale.rules import HasScale, NoScale, Rule, call_rule, check_rule, takes_amax
 from .._loss_scale.scaling import unscale_and_check
 from .._runs.kept_states import KeptStates, Moment, plan_kept_steps, steps_to_keep
-from .._step.retry import Generators, backed_off
+from .._step.random_state import Generators
+from .._step.retry import backed_off
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import GraphEndError, refuse_in_trace_or_capture, traced, whole_graph
 from .._tree import pytree, scalars

@@ -1,5 +1,6 @@
 """The stages `weigh_microbatches` and `accumulate_microbatches`: the mean gradients over the
-microbatches of a window.
+microbatches of a window. With `bn_update="window"` the second is
+`accumulate_with_pooled_statistics`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
-"""A window with its random numbers, and again at a lower loss scale."""
+"""A window, and again at a lower loss scale."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from .._grads.measure import is_usable
 from .._loss_scale.rules import HasScale, Rule, call_rule
 from .._step.flat_state import FlatState
+from .._step.random_state import Generators, run_with_rng
 from .._step.train_state import TrainStepOptions
 from .._step.window_result import Attempt
 from .._torch.dtensor import any_dtensor
@@ -32,7 +30,7 @@ def run_with_retries(
     the highest scale. All ranks of a group read the same flags, so they retry together.
     """
     if not options.max_retries:
-        return _run_with_rng(flat_state.rng, run_window, flat_state.scaler)
+        return _run(flat_state, run_window, flat_state.scaler)
     if any_dtensor(flat_state.params.leaves):
         raise ValueError(
             f"max_retries={options.max_retries} with parameters that are DTensors: ranks that "
@@ -44,7 +42,7 @@ def run_with_retries(
     with generators.locked():
         before = generators.states()
         while True:
-            attempt = _run_with_rng(flat_state.rng, run_window, flat_scaler)
+            attempt = _run(flat_state, run_window, flat_scaler)
             if best is None or bool(attempt.num_overflows < best.num_overflows):
                 best = attempt
             lower = None
@@ -56,17 +54,13 @@ def run_with_retries(
             generators.restore(before)
 
 
-def _run_with_rng(rng: Any, run_window: RunWindow, flat_scaler: FlatTree) -> Attempt:
-    """Run a window with random numbers from `rng`, the state of a generator. With `()` it uses the
-    global generator; with a state it leaves that one unchanged.
-    """
-    if isinstance(rng, tuple):
+def _run(flat_state: FlatState, run_window: RunWindow, flat_scaler: FlatTree) -> Attempt:
+    """Run a window with the random numbers of the state, if it has some."""
+    if isinstance(flat_state.rng, tuple):
         return run_window(flat_scaler)
-    generator = Generators(Generators.of(flat_scaler.tree.scale.device).sources[-1:])
-    with generator.locked(), generator.unchanged():
-        generator.restore([rng.clone()])
-        attempt = run_window(flat_scaler)
-        return attempt._replace(rng=generator.states()[0])
+    device = flat_scaler.tree.scale.device
+    attempt, rng = run_with_rng(flat_state.rng, device, lambda: run_window(flat_scaler))
+    return attempt._replace(rng=rng)
 
 
 _MAX_UPDATES = 100  # overflows that a rule may let pass before it lowers the scale
@@ -84,47 +78,3 @@ def backed_off(rule: Rule[Any], scaler: HasScale) -> HasScale | None:
         if bool((lower.scale < scaler.scale) | usable):
             return lower
     return None
-
-
-# A loss may make steps itself, so a thread may take its turn again.
-_locks: dict[tuple[Any, ...], Any] = {}
-
-
-class Generators(NamedTuple):
-    """Global generators of torch, which are of the whole process: each one as the module that has
-    it and its device.
-    """
-
-    sources: list[tuple[Any, tuple[Any, ...]]]
-
-    @classmethod
-    def of(cls, device: torch.device) -> Generators:
-        """Return the generators that a loss may use."""
-        sources: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
-        if device.type != "cpu":
-            sources.append((getattr(torch, device.type), (device,)))
-        return cls(sources)
-
-    def states(self) -> list[Tensor]:
-        return [module.get_rng_state(*where) for module, where in self.sources]
-
-    def restore(self, states: list[Tensor]) -> None:
-        for (module, where), state in zip(self.sources, states, strict=True):
-            module.set_rng_state(state, *where)
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Wait for the other threads whose steps set these generators."""
-        with contextlib.ExitStack() as stack:
-            for _, where in self.sources:
-                stack.enter_context(_locks.setdefault(where, threading.RLock()))
-            yield
-
-    @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Restore the states at the end, whatever is drawn or set."""
-        before = self.states()
-        try:
-            yield
-        finally:
-            self.restore(before)

@@ -124,8 +124,8 @@ def init_train_state(
 @document_fields
 @hint_attributes
 class StepInfo(NamedTuple):
-    """The report of a step: 0-d tensors, so that infos can be stacked. Reading one syncs; do it
-    when you log.
+    """The report of a step: 0-d tensors, and what `loss_fn` returns as aux, so that infos can be
+    stacked. Reading one syncs; do it when you log.
 
     Attributes:
         loss: float32 [], float64 for a float64 loss. Unscaled, the weighted mean of the

@@ -8,7 +8,7 @@ recorded_by_make_fx   operators go into a graph of make_fx, whose code is that o
 is_on_a_graph         torch.autograd records operators on these tensors
 may_be_opaque         one operator may stand for a pass over many tensors, in a graph
 whole_graph           a graph of torch.autograd must not end;  refuse_graph_end: where it would
-current_context       all of these of one call, asked once at its start
+current_context       some of these at the start of a step, which carries the answers
 captured              inside of a function of `capture`, whose operators may be replayed
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
 are_native            an operator with kernels for a CPU and CUDA alone may take them
@@ -108,8 +108,8 @@ def may_be_opaque(*lists: Sequence[Tensor]) -> bool:
 
 
 class CallContext(NamedTuple):
-    """Where a call runs. It is asked once, at the start of the call: another thread may change the
-    answer of `traced`, because torch keeps some of it for the whole process.
+    """Where a step runs. It is asked at the start, and the step carries the answers: another thread
+    may change that of `traced`, because torch keeps some of it for the whole process.
     """
 
     traced: bool = False  # as `traced`; all others are False then

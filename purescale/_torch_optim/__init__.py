@@ -3,10 +3,11 @@ one leaf, a class of a user's own.
 
 from_torch       an optimizer from a class of torch.optim, or of a user's
 from_formula     an optimizer from the mathematics of one leaf
-param_groups     the optimizers of both: their state, the plan of a step
+param_groups     the optimizers of both, but for a user's class: their state, the plan of a step
 settings         numbers and constants, for all parameters and by override (in_state: those that a
                  state holds; schedule: functions of a count)
-kernel_step      a step by launches of torch's kernels (kernels); in a trace kernel_in_trace
+kernel_step      a step by launches of torch's kernels (kernels); of many tensors in a trace
+                 kernel_in_trace
 formula_step     a step by formulas (formulas), where no kernel fits, and the slots of a class
 user_class       a step by the `step` of a user's class, on copies
 torch_state_dict state dicts of torch, written and read

@@ -38,7 +38,7 @@ class Gradients(NamedTuple):
     """
 
     tensor_list: TensorList  # of the tensors
-    templates: Sequence[Any]  # leaves in the form of the results, with None; no Partial placement
+    templates: Sequence[Any]  # leaves whose form results get, with None; no Partial placement
     in_leaf_form: bool  # True if the templates are dense and real, so that tensors are leaves
     pending: Pending = NOTHING_PENDING
     owned: bool = False  # nobody else can see their memory, so it may be overwritten

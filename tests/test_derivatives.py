@@ -264,9 +264,10 @@ def test_a_step_on_a_graph_of_autograd_says_that_torch_func_is_the_way(call, whe
         assert not any(tensor.requires_grad for tensor in tensors(CALLS[call](**given)))
 
 
+@pytest.mark.parametrize("around", [lambda it: it, ps.with_master_weights, ps.with_schedule_free])
 @pytest.mark.parametrize("given", [{"lr": RATE}, {"lr": lambda applied: RATE * 1}])
-def test_a_rate_that_requires_a_gradient_says_that_torch_func_is_the_way(given):
-    sgd, params = ps.from_torch(OPTIM.SGD, **given), {"w": torch.ones(3)}
+def test_a_rate_that_requires_a_gradient_says_that_torch_func_is_the_way(given, around):
+    sgd, params = around(ps.from_torch(OPTIM.SGD, **given)), {"w": torch.ones(3)}
     with pytest.raises(ValueError, match=r"learning rate requires a gradient.*torch\.func\.grad"):
         sgd.step(params, params, sgd.init(params))
 

@@ -13,7 +13,7 @@ from .._optim.step_inputs import StepInputs
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
 from .._torch.tensor_list import TensorList
-from .._torch.tracing import current_context, is_differentiated
+from .._torch.tracing import is_differentiated
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import describe
@@ -123,8 +123,7 @@ class Wrapper(FlatOptimizer):
 
     def step_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
-        with self.grad_mode(current_context()):
-            return self.flat_optimizer.step_settings(self.inner_state(opt_state))
+        return self.flat_optimizer.step_settings(self.inner_state(opt_state))
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients."""

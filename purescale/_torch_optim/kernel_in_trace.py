@@ -1,5 +1,5 @@
-"""The step by torch's own kernels in a trace, in a graph of `jit` or of Dynamo: each launch is one
-operator. Traced operator by operator, a hundred parameters would take minutes to compile.
+"""The step by torch's fused kernels in a trace, in a graph of `jit` or of Dynamo, of more tensors
+than `may_be_opaque` leaves to a compiler: operator by operator, they would take minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .._optim.step_inputs import StepInputs
 from .._torch.operators import define
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read, may_be_opaque
-from .._torch_optim.in_state import map_numbers
+from .._torch_optim.in_state import copied_number, map_numbers
 from .._torch_optim.kernel_step import (
     KernelStep,
     ParamGroupPlan,
@@ -36,31 +36,17 @@ from .._torch_optim.kernel_step import (
 from .._torch_optim.kernels import (
     FUSED_KERNELS,
     FusedKernel,
-    Kernel,
     KernelCall,
-    copied_number,
     keyword_arguments,
 )
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._tree.gradients import Gradients, Pending
 
 
-class KernelStepInTrace(KernelStep):
+class _KernelStepInTrace(KernelStep):
     """The step of a class of torch.optim by torch's fused kernel, in a trace."""
 
-    kernel: FusedKernel  # no other runs in a trace
-
-    def __init__(self, config: OptimizerConfig, kernel: Kernel) -> None:
-        super().__init__(config, kernel)
-        self._opaque = config.opaque_in_dynamo(
-            self._step_for_dynamo, lambda: torch.compiler.allow_in_graph
-        )
-
-    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> ParamGroupPlan:
-        """Return the plan of a step."""
-        if torch.compiler.is_dynamo_compiling():
-            return ParamGroupPlan(groups, self)
-        return super().plan(inputs, groups)
+    kernel: FusedKernel
 
     def can_run(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the kernel takes the values of this step, and one opaque operator may
@@ -70,16 +56,22 @@ class KernelStepInTrace(KernelStep):
             return False
         numbers = [value for table in inputs.step_settings.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
-        params, slot_lists = inputs.params, slot_lists_of(inputs.opt_state, inputs.layout)
-        if not may_be_opaque(params, grads.tensors, values_of(slot_lists), scalars):
+        slots = values_of(slot_lists_of(inputs.opt_state, inputs.layout))
+        return may_be_opaque(inputs.params, grads.tensors, slots, scalars)
+
+
+class KernelStepInJit(_KernelStepInTrace):
+    """The step in a graph of operators, as `jit` records it: each launch is one operator."""
+
+    def can_run(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+        """Return True if the operator takes the values of this step. It returns slots as they are
+        laid out, and the kernel walks them as the parameter.
+        """
+        if not super().can_run(inputs, grads, skip):
             return False
-        # The operator returns slots as they are laid out; the kernel walks them as the parameter.
-        pairs = [
-            pair
-            for slot_list in slot_lists.values()
-            for pair in zip(params, slot_list, strict=True)
-        ]
-        return torch.compiler.is_compiling() or slots_follow_params(pairs)
+        leaves, _ = inputs.leaves_and_state_structure()
+        pairs = inputs.plan.param_slot_pairs
+        return slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
 
     def __call__(
         self,
@@ -91,8 +83,6 @@ class KernelStepInTrace(KernelStep):
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped."""
         inputs = inputs.with_state(count_step(inputs.opt_state, skip))
-        if torch.compiler.is_dynamo_compiling():
-            return self._in_dynamo(inputs, grads, skip, in_place=in_place)
         launches = inputs.plan.launches
         leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)
@@ -106,7 +96,23 @@ class KernelStepInTrace(KernelStep):
                 stepped[index] = tensor
         return stepped[:num_params], structure.unflatten(stepped[num_params:])
 
-    def _in_dynamo(
+
+class KernelStepInDynamo(_KernelStepInTrace):
+    """The step in a graph of Dynamo: one function for all launches, which Dynamo does not trace. It
+    plans them in the compiled step.
+    """
+
+    def __init__(self, config: OptimizerConfig, kernel: FusedKernel) -> None:
+        super().__init__(config, kernel)
+        self._opaque = config.opaque_in_dynamo(
+            self._make_step, lambda: torch.compiler.allow_in_graph
+        )
+
+    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> ParamGroupPlan:
+        """Return the plan of a step, without launches."""
+        return ParamGroupPlan(groups, self)
+
+    def __call__(
         self,
         inputs: StepInputs,
         grads: Gradients,
@@ -114,7 +120,8 @@ class KernelStepInTrace(KernelStep):
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        """Make the step as one function, which Dynamo does not trace."""
+        """Return parameters and state after the step, unless it is skipped."""
+        inputs = inputs.with_state(count_step(inputs.opt_state, skip))
         step_settings, layout = inputs.step_settings, inputs.layout
         params, slot_lists = _writable_slot_lists(inputs, in_place=in_place)
         state = with_slot_lists(inputs.opt_state, slot_lists, layout)
@@ -128,7 +135,7 @@ class KernelStepInTrace(KernelStep):
         self._opaque(list(layout.names), grad_indices, tensors, scalars, step_settings)
         return params, state
 
-    def _step_for_dynamo(
+    def _make_step(
         self,
         groups: list[ParamGroup],
         grad_indices: list[int | None],
@@ -136,7 +143,7 @@ class KernelStepInTrace(KernelStep):
         scalars: tuple[Tensor, Tensor | None, Pending],
         step_settings: StepSettings,
     ) -> None:
-        """Make the step of `_in_dynamo` from a compiled one."""
+        """Make the step, in the compiled one."""
         (params, grad_tensors, slot_lists), (applied, skip, pending) = tensors, scalars
         grads = Gradients.of_dense(grad_tensors, pending)
         indices_of_slots = slot_lists_like(slot_lists, itertools.count(len(params)))

@@ -27,10 +27,8 @@ from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read
 from .._torch_optim.kernels import (
     BoundKernel,
-    FusedKernel,
     Kernel,
     KernelCall,
-    kernel_of,
 )
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._tree.gradients import Gradients
@@ -74,25 +72,6 @@ def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
 
     getters = list(map(getter, columns))
     return lambda leaves: [list(get(leaves)) for get in getters]
-
-
-def kernel_for(config: OptimizerConfig) -> Kernel | None:
-    """Return the kernel that makes steps with these settings; None if the formula makes them."""
-    kernel = kernel_of(config.spec.formula)
-    flags = {config.arguments.get(name) for name in ("foreach", "fused", "capturable")}
-    is_fused = isinstance(kernel, FusedKernel)
-    ruled_out = (
-        # torch's own class runs no fused kernel then
-        is_fused and flags != {None} and not config.arguments.get("fused"),
-        config.differentiable and not config.arguments.get("fused"),
-        # it cannot tell a parameter's first step
-        config.needs_step_count and config.spec.formula.makes_buffer_in_first_step,
-        # with momentum 0 it does not update the buffer, which a later momentum needs
-        "momentum" in config.in_state,
-        # it divides numbers by 1 - beta, which float32 may round to 0
-        not is_fused and "betas" in config.in_state,
-    )
-    return None if any(ruled_out) else kernel
 
 
 class KernelStep:

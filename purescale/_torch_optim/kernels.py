@@ -25,7 +25,8 @@ from .._torch.tensor_list import TensorList, are_comparable
 from .._torch.tracing import CallContext, host_can_read
 from .._torch_optim import formulas
 from .._torch_optim.formulas import Settings
-from .._torch_optim.in_state import read_numbers
+from .._torch_optim.in_state import copied_number, read_numbers
+from .._torch_optim.settings import OptimizerConfig
 from .._tree.gradients import Gradients
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
@@ -178,12 +179,6 @@ def keyword_arguments(settings: Settings, names: Sequence[str]) -> dict[str, Any
     return {name: settings[name] for name in names}
 
 
-# A rate that is not in the state may share a parameter's memory, which the kernel overwrites.
-def copied_number(number: Any) -> Any:
-    """Return a number, in memory of its own if it is a tensor."""
-    return number.clone() if isinstance(number, Tensor) else number
-
-
 _ADAM = ("beta1", "beta2", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
 _MOMENTS = {"exp_avg": "", "exp_avg_sq": ""}
 _FUSED: dict[Any, FusedKernel] = {
@@ -224,12 +219,25 @@ _FOR_LOOPS: dict[Any, ForLoopKernel] = {
 FUSED_KERNELS = {kernel.name: kernel for kernel in _FUSED.values()}
 
 
-def kernel_of(formula: formulas.Formula) -> Kernel | None:
-    """Return the kernel that makes the steps of a class with this formula."""
-    fused = _FUSED.get(formula.step)
-    if fused is not None and private.fused_kernel(fused.name):
-        return fused
-    return _FOR_LOOPS.get(formula.step)
+def kernel_for(config: OptimizerConfig) -> Kernel | None:
+    """Return the kernel that makes steps with these settings; None if the formula makes them."""
+    kernel: Any = _FUSED.get(config.spec.formula.step)
+    if kernel is None or not private.fused_kernel(kernel.name):
+        kernel = _FOR_LOOPS.get(config.spec.formula.step)
+    flags = {config.arguments.get(name) for name in ("foreach", "fused", "capturable")}
+    is_fused = isinstance(kernel, FusedKernel)
+    ruled_out = (
+        # torch's own class runs no fused kernel then
+        is_fused and flags != {None} and not config.arguments.get("fused"),
+        config.differentiable and not config.arguments.get("fused"),
+        # it cannot tell a parameter's first step
+        config.needs_step_count and config.spec.formula.makes_buffer_in_first_step,
+        # with momentum 0 it does not update the buffer, which a later momentum needs
+        "momentum" in config.in_state,
+        # it divides numbers by 1 - beta, which float32 may round to 0
+        not is_fused and "betas" in config.in_state,
+    )
+    return None if any(ruled_out) else kernel
 
 
 # ---- one launch ----------------------------------------------------------------------------------

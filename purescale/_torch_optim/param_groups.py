@@ -23,8 +23,9 @@ from .._optim.param_layout import ParamLayout, named_params
 from .._optim.step_inputs import StepInputs
 from .._torch_optim.formula_step import FormulaStep, SlotSpec
 from .._torch_optim.formulas import LeafSlots
-from .._torch_optim.kernel_in_trace import KernelStepInTrace
-from .._torch_optim.kernel_step import KernelStep, ParamGroupPlan, kernel_for
+from .._torch_optim.kernel_in_trace import KernelStepInDynamo, KernelStepInJit
+from .._torch_optim.kernel_step import KernelStep, ParamGroupPlan
+from .._torch_optim.kernels import FusedKernel, kernel_for
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._torch_optim.torch_state_dict import read_state_dict, write_state_dict
 from .._tree import pytree
@@ -191,7 +192,9 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         self.kernel = kernel_for(config)
         if self.kernel is not None:
             self._kernel_step = KernelStep(config, self.kernel)
-            self._kernel_step_in_trace = KernelStepInTrace(config, self.kernel)
+        if isinstance(self.kernel, FusedKernel):  # others read values
+            self._in_jit = KernelStepInJit(config, self.kernel)
+            self._in_dynamo = KernelStepInDynamo(config, self.kernel)
         self._formula_step = FormulaStep(config, self.slot_spec)
 
     def _init_slots(
@@ -224,8 +227,10 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
             _check_counts(self.config, inputs.layout)
         if self.kernel is None or not self.kernel.takes(inputs.param_list, inputs.context):
             return ParamGroupPlan(groups)
-        kernel_step = self._kernel_step_in_trace if inputs.context.traced else self._kernel_step
-        return kernel_step.plan(inputs, groups)
+        if not inputs.context.traced:
+            return self._kernel_step.plan(inputs, groups)
+        in_dynamo = torch.compiler.is_dynamo_compiling()
+        return (self._in_dynamo if in_dynamo else self._in_jit).plan(inputs, groups)
 
     def step_or_keep(
         self,

@@ -91,8 +91,7 @@ class KernelStepInJit(_KernelStepInTrace):
         operands = stepped, inputs.opt_state.applied, grads, inputs.step_settings
         for launch, call in self.calls(launches, *operands):
             new = torch.ops.purescale.fused_update(*_arguments(self.kernel, call, skip))
-            indices = itertools.chain(launch.param_indices, *launch.slot_indices)
-            for index, tensor in zip(indices, new, strict=True):
+            for index, tensor in zip(itertools.chain(*launch.columns), new, strict=True):
                 stepped[index] = tensor
         return stepped[:num_params], structure.unflatten(stepped[num_params:])
 
@@ -192,13 +191,15 @@ def _update_targets(
     params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
     slots += [[]] * (len(kernel.slot_conditions) - len(slots))  # only the last one may not exist
     lr_number, *others = float_args
-    settings = {
+    settings: dict[str, Any] = {
         key: bool(number) if key in _BOOLEANS else number
         for key, number in zip(kernel.setting_names, others, strict=True)
     }
-    bound_kernel = kernel.bind({**settings, "lr": lr_number if lr is None else lr})
+    settings["lr"] = lr_number if lr is None else lr
     gradients = kernel.fold_factor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
-    kernel.update(KernelCall(bound_kernel, params, slots, gradients, list(counts)), skip)
+    operands = params, slots, gradients, list(counts)
+    with torch.no_grad():
+        kernel.update(KernelCall(kernel.bind(settings), settings, *operands), skip)
 
 
 define("fused_update", _update_targets)
@@ -206,8 +207,7 @@ define("fused_update", _update_targets)
 
 def _arguments(kernel: FusedKernel, call: KernelCall, skip: Tensor | None) -> tuple[Any, ...]:
     """Return the arguments of the operator `fused_update`."""
-    settings = call.bound_kernel.settings
-    grads, lr = call.grads, settings["lr"]
+    settings, grads, lr = call.settings, call.grads, call.settings["lr"]
     targets = [target for column in (call.params, *call.slots) for target in column]
     lr_number, lr_tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
     float_args = [lr_number, *keyword_arguments(settings, kernel.setting_names).values()]

@@ -26,7 +26,6 @@ from .._torch.foreach import same_memory_order
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read
 from .._torch_optim.kernels import (
-    BoundKernel,
     Kernel,
     KernelCall,
 )
@@ -40,12 +39,12 @@ class LaunchPlan(NamedTuple):
     """
 
     group: ParamGroup
-    param_indices: list[int]
-    slot_indices: list[list[int]]  # of each slot of the kernel, empty for one that does not exist
+    # of the parameters, then of each slot of the kernel, empty for one that does not exist
+    columns: list[list[int]]
     count_indices: list[int]  # of the steps of each; empty if one count is for all
     grad_indices: list[int]  # among the gradients
-    pick: Callable[[list[Any]], list[list[Any]]]  # returns parameters, then each slot
-    bound_kernel: BoundKernel  # with the settings of the group, of which a step may replace some
+    pick: Callable[[list[Any]], list[list[Any]]]  # returns the leaves of each column
+    function: Callable[..., None]  # with the settings of the group; a step may have others
 
 
 class ParamGroupPlan(NamedTuple):
@@ -89,9 +88,8 @@ class KernelStep:
         pairs = [
             pair
             for launch in launches
-            for slots in launch.slot_indices
-            if slots
-            for pair in zip(launch.param_indices, slots, strict=True)
+            for slots in launch.columns[1:]
+            for pair in zip(launch.columns[0], slots, strict=False)
         ]
         dense = inputs.leaves_if_dense
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
@@ -118,24 +116,13 @@ class KernelStep:
                 with_grad = [index for index in grad_index_of.values() if index is not None]
                 if not indices:
                     continue
-                slots = [
-                    [slot_lists[slot][n] for n in indices]
-                    if not setting or settings[setting]
-                    else []
-                    for slot, setting in self.kernel.slot_conditions.items()
-                ]
+                columns = [indices]
+                for slot, setting in self.kernel.slot_conditions.items():
+                    exists = not setting or settings[setting]
+                    columns.append([slot_lists[slot][n] for n in indices] if exists else [])
                 counts = [slot_lists[STEP][n] for n in indices] if STEP in slot_lists else []
-                launches.append(
-                    LaunchPlan(
-                        group,
-                        param_indices=indices,
-                        slot_indices=slots,
-                        count_indices=counts,
-                        grad_indices=with_grad,
-                        pick=_picker([indices, *slots]),
-                        bound_kernel=self.kernel.bind(group.settings),
-                    )
-                )
+                pick, function = _picker(columns), self.kernel.bind(settings)
+                launches.append(LaunchPlan(group, columns, counts, with_grad, pick, function))
         return launches
 
     def can_run(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
@@ -191,9 +178,10 @@ class KernelStep:
         for launch in plan.launches:
             add_to_counts(counted, launch.count_indices, skip)
         operands = counted, applied, grads, step_settings, grads_match_params
-        for launch, call in self.calls(plan.launches, *operands):
-            self.kernel.update(call, skip)
-            add_to_counts(leaves, launch.count_indices, skip, in_place=True)
+        with torch.no_grad():
+            for launch, call in self.calls(plan.launches, *operands):
+                self.kernel.update(call, skip)
+                add_to_counts(leaves, launch.count_indices, skip, in_place=True)
         return leaves[:num_params], count_step(state, skip, in_place=True)
 
     def calls(
@@ -208,10 +196,10 @@ class KernelStep:
         """Yield each launch with its call, over these tensors and settings."""
         t_by_device: dict[torch.device, Tensor] = {}  # float32, where the kernel reads it
         for launch in launches:
-            bound_kernel = launch.bound_kernel
+            function, settings = launch.function, launch.group.settings
             if not self._config.settings_are_constant:
                 settings = self._config.settings_of(launch.group.override_indices, step_settings)
-                bound_kernel = self.kernel.bind(settings)
+                function = self.kernel.bind(settings)
             params, *slots = launch.pick(leaves)
             state_steps = [leaves[index] for index in launch.count_indices]
             if self.kernel.reads_counts and not state_steps:
@@ -219,11 +207,8 @@ class KernelStep:
                 if device not in t_by_device:
                     t_by_device[device] = applied.to(device, torch.float32)
                 state_steps = [t_by_device[device]]
-            picked = grads.picked(launch.grad_indices)
-            yield (
-                launch,
-                KernelCall(bound_kernel, params, slots, picked, state_steps, grads_match_params),
-            )
+            operands = params, slots, grads.picked(launch.grad_indices), state_steps
+            yield launch, KernelCall(function, settings, *operands, grads_match_params)
 
 
 def writable_leaves(

@@ -4,7 +4,6 @@ one pass over memory; where a class has none, its function goes leaf by leaf, on
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -32,7 +31,6 @@ from .._tree.gradients import Gradients
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
 SKIP_IN_KERNEL = {"cuda", "xpu"}
 _FULL_PRECISION = {torch.float32, torch.float64}
-_NO_CONTEXT = contextlib.nullcontext()  # a context of torch takes as long as an operator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +40,7 @@ class FusedKernel:
     name: str  # torch's
     # of each slot that it updates, in its order, the setting that makes it; "" if it always exists
     slot_conditions: Mapping[str, str]
-    setting_names: tuple[str, ...]  # of the function, without the rate
+    setting_names: tuple[str, ...]  # of the function, beside the rate
     reads_counts: bool = True  # it reads the number of the step
     takes_skip: ClassVar[bool] = True  # the flag of a skip, which need not be read
 
@@ -57,15 +55,15 @@ class FusedKernel:
                 return False
         return all([dtype.is_floating_point for dtype in params.dtypes])
 
-    def bind(self, settings: Settings) -> BoundKernel:
-        """Return the kernel with these settings."""
+    def bind(self, settings: Settings) -> Callable[..., None]:
+        """Return torch's function with these settings."""
         name, arguments = self.name, keyword_arguments(settings, self.setting_names)
         if "decoupled_weight_decay" in arguments:
             name = "adamw" if arguments.pop("decoupled_weight_decay") else "adam"
         if not self.reads_counts:
             arguments["is_first_step"] = False  # a buffer is there before it
         function: Any = private.fused_kernel(name)
-        return BoundKernel(settings, functools.partial(function, **arguments))
+        return functools.partial(function, lr=settings["lr"], **arguments)
 
     def kernel_settings(self, settings: Settings) -> dict[str, Any]:
         """Return settings as it takes them: a rate may be a tensor, and no other."""
@@ -104,17 +102,13 @@ class FusedKernel:
         """Make the call. It divides the gradients itself if it can."""
         if not _divides(call):
             call = call._replace(grads=_grads_for_kernel(call))
-        lr, found_inf, divisor = call.bound_kernel.settings["lr"], None, call.grads.pending.divisor
-        if skip is not None:
-            found_inf = skip.to(call.params[0].device, torch.float32)
+        divisor = call.grads.pending.divisor
+        found_inf = None if skip is None else skip.to(call.params[0].device, torch.float32)
         lists = [call.params, call.grads.tensors, *call.slots]
         if self.reads_counts:
             state_steps = call.state_steps
             lists.append(state_steps * len(call.params) if len(state_steps) == 1 else state_steps)
-        tensors = [number for number in (divisor, lr) if isinstance(number, Tensor)]
-        off_graph = call.grads_match_params and not any([t.requires_grad for t in tensors])
-        with _NO_CONTEXT if off_graph else torch.no_grad():
-            call.bound_kernel.function(*lists, lr=lr, grad_scale=divisor, found_inf=found_inf)
+        call.function(*lists, grad_scale=divisor, found_inf=found_inf)
         # torch's fused kernels leave versions as they were: a graph that saved an old value would
         # take the new one for it.
         written = [*call.params, *itertools.chain(*call.slots)]
@@ -142,11 +136,10 @@ class ForLoopKernel:
         readable = context.host_reads and params.are_on_cpu and are_comparable(params.tensors)
         return readable and params.dtypes <= _FULL_PRECISION
 
-    def bind(self, settings: Settings) -> BoundKernel:
+    def bind(self, settings: Settings) -> Callable[..., None]:
         """Return the function with these settings."""
         arguments = keyword_arguments(settings, self.setting_names)
-        function = functools.partial(self.function, foreach=False, **arguments)
-        return BoundKernel(settings, function)
+        return functools.partial(self.function, foreach=False, **arguments)
 
     def kernel_settings(self, settings: Settings) -> dict[str, Any]:
         """Return settings as it takes them, as Python numbers."""
@@ -162,10 +155,7 @@ class ForLoopKernel:
         before = [count - 1 for count in call.state_steps]  # the function adds 1 to each
         if len(before) == 1:
             before = list(before[0].repeat(len(call.params)).unbind())
-        with torch.no_grad():
-            call.bound_kernel.function(
-                call.params, _grads_for_kernel(call).tensors, *call.slots, before
-            )
+        call.function(call.params, _grads_for_kernel(call).tensors, *call.slots, before)
 
 
 Kernel = FusedKernel | ForLoopKernel
@@ -243,24 +233,18 @@ def kernel_for(config: OptimizerConfig) -> Kernel | None:
 # ---- one launch ----------------------------------------------------------------------------------
 
 
-class BoundKernel(NamedTuple):
-    """A kernel with its settings."""
-
-    settings: Settings
-    function: Callable[..., None]  # torch's, of lists of tensors, which it updates in place
-
-
 class KernelCall(NamedTuple):
-    """One call of a kernel: the tensors of one device and dtype that it reads and updates, in one
-    order.
+    """One call of a kernel, without gradient mode: the tensors of one device and dtype that it
+    reads and updates, in one order.
     """
 
-    bound_kernel: BoundKernel
+    function: Callable[..., None]  # of `bind`, with these settings
+    settings: Settings
     params: list[Tensor]
     slots: list[list[Tensor]]  # of each slot of the kernel, empty for one that does not exist
     grads: Gradients
     state_steps: list[Tensor]  # of each, or one for all: float32, read only; empty if none is read
-    # known: all are off graph, and the gradients have dtype and memory order of the parameters
+    # known: the gradients have dtype and memory order of the parameters
     grads_match_params: bool = False
 
 
@@ -282,9 +266,8 @@ def _divides(call: KernelCall) -> bool:
 def _grads_for_kernel(call: KernelCall) -> Gradients:
     """Return the gradients unscaled and clipped, in the parameters' dtype and memory order."""
     params = call.params
-    with torch.no_grad():
-        grads = call.grads.apply_pending()
-        tensors = foreach.cast(grads.tensors, params[0].dtype)
+    grads = call.grads.apply_pending()
+    tensors = foreach.cast(grads.tensors, params[0].dtype)
     if not all_same_memory_order(tensors, params):
         tensors = list(map(foreach.laid_out_like, tensors, params))
     return grads.with_tensors(tensors, owned=grads.owned)

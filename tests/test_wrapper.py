@@ -233,3 +233,16 @@ def _shards_are_stepped_as_the_whole(rank):
 @pytest.mark.slow
 def test_shards_are_stepped_as_the_whole():
     in_processes(_shards_are_stepped_as_the_whole)
+
+
+class Subclass(torch.Tensor):
+    """A tensor of a user's."""
+
+
+@pytest.mark.parametrize("around", ["masters", "rounding"])
+def test_a_parameter_of_a_subclass_makes_none_of_the_others(around):
+    optimizer = AROUND[around](SGD)
+    params = {"a": torch.ones(2).bfloat16().as_subclass(Subclass), "b": torch.ones(3)}
+    old = params, optimizer.init(params)
+    new = ps.maybe_step(optimizer, params, params, old[1], torch.tensor(False))
+    assert list(map(type, leaves_of(new))) == list(map(type, leaves_of(old)))

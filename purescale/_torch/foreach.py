@@ -18,7 +18,7 @@ from torch import Tensor
 from .._torch import private
 from .._torch.dtypes import largest_within, saturating, to_device, unscaled_dtype, wide_dtype
 from .._torch.private import listops
-from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
+from .._torch.tracing import PLAIN_OR_FAKE, host_can_read, is_on_a_graph, traced, under_transform
 
 
 def can_use_foreach(tensors: Sequence[Tensor]) -> bool:
@@ -89,7 +89,8 @@ def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 def detach_and_clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return `[t.detach().clone() for t in tensors]`."""
-    if traced():
+    # Beside a tensor of a subclass, a list operator would make all of them tensors of it.
+    if traced() or not PLAIN_OR_FAKE.issuperset(map(type, tensors)):
         return [tensor.detach().clone() for tensor in tensors]
     return clone_list([t.detach() if t.requires_grad else t for t in tensors])
 

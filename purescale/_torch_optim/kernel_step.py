@@ -55,7 +55,7 @@ class ParamGroupPlan(NamedTuple):
     groups: list[ParamGroup]
     kernel_step: KernelStep | None = None  # None if no kernel takes these tensors
     launches: Sequence[LaunchPlan] = ()  # Dynamo plans them in the compiled step
-    # the indices of each parameter with each of its slots
+    # the indices of each parameter with each of its slots; empty if `leaves_fit_kernel`
     param_slot_pairs: Sequence[tuple[int, int]] = ()
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
     leaves_fit_kernel: bool = False
@@ -95,7 +95,7 @@ class KernelStep:
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         fits = is_dense and in_order
-        return ParamGroupPlan(groups, self, launches, pairs, leaves_fit_kernel=fits)
+        return ParamGroupPlan(groups, self, launches, [] if fits else pairs, fits)
 
     def plan_launches(
         self,
@@ -153,13 +153,8 @@ class KernelStep:
         """Return parameters and state after the step, unless it is skipped."""
         plan, step_settings = inputs.plan, inputs.step_settings
         leaves, structure = inputs.leaves_and_state_structure()
-        if plan.leaves_fit_kernel:
-            leaves = leaves if in_place else foreach.clone_list(leaves)
-        else:
-            listed = inputs.leaves_if_dense is not None
-            leaves = writable_leaves(
-                leaves, plan.param_slot_pairs, listed=listed, in_place=in_place
-            )
+        if not (plan.leaves_fit_kernel and in_place):
+            leaves = writable_leaves(leaves, plan.param_slot_pairs, in_place=in_place)
         if not self._config.settings_are_constant:
             step_settings = step_settings.map(self.kernel.kernel_settings)
         num_params = len(inputs.params)
@@ -212,21 +207,15 @@ class KernelStep:
 
 
 def writable_leaves(
-    leaves: list[Any], pairs: Sequence[tuple[int, int]], *, listed: bool = False, in_place: bool
-) -> list[Any]:
+    leaves: list[Tensor], pairs: Sequence[tuple[int, int]], *, in_place: bool
+) -> list[Tensor]:
     """Return leaves that a kernel may write into: these, off the graph, if `in_place`, else copies.
-    Slots get the memory order of their parameter, by `pairs` of both. If all leaves are plain
-    tensors, they can be `listed`: one operator copies them.
+    Slots get the memory order of their parameter, by `pairs` of both.
     """
-
-    def off_graph(leaf: Tensor) -> Tensor:
-        leaf = leaf.detach() if leaf.requires_grad else leaf
-        return leaf if in_place else leaf.clone()
-
-    if listed and not in_place:
-        writable = foreach.detach_and_clone(leaves)
+    if in_place:
+        writable = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
     else:
-        writable = [leaf if not isinstance(leaf, Tensor) else off_graph(leaf) for leaf in leaves]
+        writable = foreach.detach_and_clone(leaves)
     for param, slot in pairs:
         if writable[slot].shape == writable[param].shape:
             writable[slot] = foreach.laid_out_like(writable[slot], writable[param])

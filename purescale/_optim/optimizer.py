@@ -66,16 +66,14 @@ class StepFacts(NamedTuple):
     leaves_metadata: ListMetadata  # of `StepInputs.leaves_if_dense`
     # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
     # nothing else shares its memory.
-    all_writable: bool = False
-    all_readable: bool = False  # the host may read each leaf and its gradient; none has a history
+    all_writable: bool
+    all_readable: bool  # the host may read each leaf and its gradient; none has a history
 
 
 class PreparedStep(NamedTuple):
     """A step, prepared: its arguments, flat, and what is known of them."""
 
-    params: FlatTree
-    opt_state: FlatTree
-    others: list[FlatTree]  # the other arguments, in their order
+    trees: list[FlatTree]  # the parameters, the state of the optimizer, then others, in their order
     inputs: StepInputs
     facts: StepFacts
 
@@ -156,24 +154,16 @@ class FlatOptimizer:
         if (known := self.cache.find(context, trees)) is None:
             return None
         flat_trees, facts = known
-        params, opt_state, *others = flat_trees
+        params, opt_state = flat_trees[:2]
         inputs = StepInputs.of_dense(
-            context,
-            facts.layout,
-            params,
-            opt_state,
-            facts.leaves_metadata,
-            facts.plan,
-            self.step_settings(opt_state.tree),
+            context, facts.layout, params, opt_state, facts.leaves_metadata
         )
-        return PreparedStep(params, opt_state, others, inputs, facts)
+        step_settings = self.step_settings(opt_state.tree)
+        inputs = inputs._replace(plan=facts.plan, step_settings=step_settings)
+        return PreparedStep(flat_trees, inputs, facts)
 
     def prepare_step(
-        self,
-        trees: list[FlatTree],
-        inputs: StepInputs,
-        *,
-        keep: bool = True,
+        self, trees: list[FlatTree], inputs: StepInputs, *, keep: bool = True
     ) -> PreparedStep:
         """Return a step over checked trees, which `find_step` finds from now on if it is to `keep`
         what is known of it. `plan` refuses what does not fit.
@@ -181,23 +171,18 @@ class FlatOptimizer:
         lists = [tree.tensor_list for tree in trees]
         # Complex parameters may be refused by a setting, such as `clip_value`: they are
         # checked in each step.
-        can_keep = all([some.dense_without_history for some in lists])
+        can_keep = inputs.context.reuses_plans and all([x.dense_without_history for x in lists])
         can_keep = can_keep and are_real_floating(inputs.param_list.dtypes)
         inputs = self.plan_inputs(inputs)
-        facts = StepFacts(inputs.layout, inputs.plan, ListMetadata())
-        if inputs.context.reuses_plans and can_keep:
-            readable = inputs.context.host_reads and not self.differentiable
-            facts = facts._replace(
-                all_writable=all(
-                    [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
-                ),
-                all_readable=readable
-                and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists]),
-            )
-            if keep and self.is_cached:
-                self.cache.keep(inputs.context, trees, facts)
-        params, opt_state, *others = trees
-        return PreparedStep(params, opt_state, others, inputs, facts)
+        writable = can_keep and all(
+            [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
+        )
+        readable = can_keep and inputs.context.host_reads and not self.differentiable
+        readable = readable and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
+        facts = StepFacts(inputs.layout, inputs.plan, ListMetadata(), writable, readable)
+        if can_keep and keep and self.is_cached:
+            self.cache.keep(inputs.context, trees, facts)
+        return PreparedStep(trees, inputs, facts)
 
     def find_or_prepare_step(
         self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree
@@ -208,7 +193,7 @@ class FlatOptimizer:
         context = current_context()
         prepared_step = self.find_step(context, (params, opt_state, grads, *others))
         if prepared_step is not None:
-            return prepared_step, prepared_step.inputs.make_gradients(prepared_step.others[0])
+            return prepared_step, prepared_step.inputs.make_gradients(prepared_step.trees[2])
         trees, inputs = flatten_step(self, context, params, grads, opt_state)
         gradients = inputs.make_gradients(trees[2])
         # A step is found by `grads` in their own order: it is kept if that is the parameters'.

@@ -59,8 +59,6 @@ class StepInputs(NamedTuple):
         params: FlatTree,
         opt_state: FlatTree,
         metadata: ListMetadata | None = None,
-        plan: Any = None,
-        step_settings: Any = None,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are `dense_without_history`. `metadata` is that
         of `leaves_if_dense`.
@@ -73,14 +71,19 @@ class StepInputs(NamedTuple):
             opt_state.tree,
             leaves_if_dense=TensorList(leaves, metadata, dense_without_history=True),
             state_structure=opt_state.structure,
-            plan=plan,
-            step_settings=step_settings,
         )
 
     @property
     def params(self) -> list[Tensor]:
         """The parameters."""
         return self.param_list.tensors
+
+    @property
+    def global_params(self) -> list[Tensor]:
+        """The parameters, or the DTensors of which they are the shards."""
+        if self.global_trees is None:
+            return self.params
+        return self.layout.flatten_up_to(self.global_trees[0])
 
     def with_params_and_state(self, params: list[Tensor], opt_state: Tree) -> StepInputs:
         """Return the inputs with other tensors in place of the parameters, and this state."""
@@ -106,7 +109,7 @@ class StepInputs(NamedTuple):
         if self.leaves_if_dense is not None:
             return Gradients(grads.tensor_list, grads.leaves, True)
         leaves = grads.leaves
-        params = self.layout.structure.flatten_up_to((self.global_trees or self.trees)[0])
+        params = self.layout.with_none(self.global_params)
         if dtensor.any_dtensor([*leaves, *params]):
             for index, (leaf, param) in enumerate(zip(leaves, params, strict=True)):
                 if leaf is not None and (reason := dtensor.placement_mismatch(leaf, param)):
@@ -134,10 +137,9 @@ class StepInputs(NamedTuple):
         """The position of each parameter's elements."""
         if self.piece_positions is not None:
             return self.piece_positions
-        leaves = self.layout.flatten_up_to((self.global_trees or self.trees)[0])
         return [
             Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
-            for index, leaf in zip(self.layout.leaf_indices, leaves, strict=True)
+            for index, leaf in zip(self.layout.leaf_indices, self.global_params, strict=True)
         ]
 
     @property

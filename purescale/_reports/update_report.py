@@ -273,10 +273,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
     wide_grads = grads.with_tensors(list(map(_wide, grads.tensors)), owned=False)
     wide = inputs.with_params_and_state(old, _wide_state(optimizer, inputs))
     new = _stepped(optimizer, wide, wide_grads)
-    likes = inputs.params
-    if inputs.global_trees is not None:
-        likes = inputs.layout.flatten_up_to(inputs.global_trees[0])
-    rows = zip(likes, new, old, strict=True)
+    rows = zip(inputs.global_params, new, old, strict=True)
     return [from_local_like(like, after - before) for like, after, before in rows]
 
 

@@ -56,7 +56,7 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
         _check(state, options, params)
         inputs = make_step_inputs(optimizer, context, params, opt_state)
         prepared_step = optimizer.prepare_step(flat_trees, inputs)
-    params, (buffers, scaler, step_rng_guard) = prepared_step.params, prepared_step.others
+    params, _, buffers, scaler, step_rng_guard = prepared_step.trees
     control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.param_layout import ParamLayout, foreign_parameters_error
 from .._tree import pytree
 from .._tree.hints import document_fields
 from .._tree.pytree import Tree
-
-# By the name of a slot: a list like the parameters, with `()` for one that lacks the slot.
-SlotLists = dict[str, list[Any]]
-
-# The list of counts among the slot lists of a step, by torch's name.
-STEP = "step"
-# A list of holes, by which a state without slots knows its parameters.
-NO_SLOTS = "none"
 
 
 @document_fields
@@ -51,54 +42,6 @@ class OptState(NamedTuple):
     iteration: Any = ()
 
 
-def values_of(slot_lists: SlotLists) -> list[Tensor]:
-    """Return the tensors of all slot lists, in order."""
-    values = [leaf for slot_list in slot_lists.values() for leaf in slot_list]
-    return values if pytree.are_tensors(values) else [v for v in values if isinstance(v, Tensor)]
-
-
-def slot_lists_like(slot_lists: SlotLists, values: Iterable[Any]) -> SlotLists:
-    """Return slot lists with the next of these values in place of each tensor, the inverse of
-    `values_of`.
-    """
-    remaining = iter(values)
-    return {
-        key: [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in slot_list]
-        for key, slot_list in slot_lists.items()
-    }
-
-
-def slot_lists_of(opt_state: OptState, layout: ParamLayout) -> SlotLists:
-    """Return the slots of a state, then its counts, as slot lists. Refuse a state for others than
-    these parameters.
-    """
-    trees = opt_state.slots
-    if has_counts(opt_state):
-        trees = {**trees, STEP: opt_state.counts}
-    try:
-        return {key: layout.flatten_up_to(tree) for key, tree in trees.items()}
-    except ValueError:
-        raise foreign_parameters_error(param_names(opt_state), layout.names) from None
-
-
-def with_slot_lists(opt_state: OptState, slot_lists: SlotLists, layout: ParamLayout) -> OptState:
-    """Return the state with these slot lists, the inverse of `slot_lists_of`."""
-    old = {**opt_state.slots, STEP: opt_state.counts}
-    slots = {key: layout.unflatten(slot_list, old[key]) for key, slot_list in slot_lists.items()}
-    counts = slots.pop(STEP, ())
-    return opt_state._replace(slots=slots, counts=counts)
-
-
-def has_counts(opt_state: OptState) -> bool:
-    """Return True if a state counts the steps of each parameter, which may be those of a tuple."""
-    return not isinstance(opt_state.counts, tuple) or len(opt_state.counts) > 0
-
-
-def param_names(opt_state: OptState) -> list[str]:
-    """Return the dotted names of the parameters of a state with slots like these."""
-    return pytree.names(next(iter(opt_state.slots.values())), holes=True)
-
-
 # ---- settings in the state -----------------------------------------------------------------------
 
 
@@ -106,12 +49,6 @@ def stored_settings(opt_state: OptState) -> dict[str, Any]:
     """Return the settings that a state holds, the learning rate too."""
     lr = {"lr": opt_state.lr} if isinstance(opt_state.lr, Tensor) else {}
     return {**lr, **(opt_state.hyper or {})}
-
-
-def with_stored(opt_state: OptState, stored: Mapping[str, Any]) -> OptState:
-    """Return the state with these settings, the inverse of `stored_settings`."""
-    hyper = {name: value for name, value in stored.items() if name != "lr"}
-    return opt_state._replace(lr=stored.get("lr", ()), hyper=hyper or ())
 
 
 def numbers_of(settings: Any) -> list[Any]:
@@ -135,15 +72,6 @@ def without_wrappers(state: Tree) -> Tree:
     while is_wrapped(state):
         state = state.inner
     return state
-
-
-def opt_states_of(state: Tree) -> list[OptState]:
-    """Return the states of torch's classes in a state, which may be of wrappers and of a
-    `partition`; an empty list for the state of any other optimizer.
-    """
-    state = without_wrappers(state)
-    parts = list(state.values()) if type(state) is dict else [state]
-    return parts if all(isinstance(part, OptState) for part in parts) else []
 
 
 def map_opt_states(

@@ -98,8 +98,8 @@ class FlatOptimizer:
     may_add_slots: bool = False
     # True if half gradients are to be unscaled and clipped in float32.
     wide_grads: bool = False
-    # True if its state is an `OptState` with slots like the parameters, so that a wrapper may make
-    # a step in pieces.
+    # True if its state is an `OptState` with slots like the parameters, or one around it, so that a
+    # wrapper may make a step in pieces.
     steps_in_pieces: bool = False
     # True if it lives for more than one call, so that a cache is of use.
     is_cached: bool = True
@@ -147,7 +147,7 @@ class FlatOptimizer:
 
     def find_step(self, context: CallContext, trees: tuple[Tree, ...]) -> PreparedStep | None:
         """Return a step over `trees`: parameters, the state of the optimizer, and others. None if
-        none over trees like these was prepared before.
+        none over trees like these is kept.
         """
         if not (self.is_cached and context.reuses_plans):  # Dynamo cannot make the cache
             return None
@@ -226,7 +226,7 @@ class FlatOptimizer:
         """Equal to `select(skip, (old params, after_skip(old state)), self.apply_step(inputs,
         grads.apply_pending(wide=self.wide_grads)))`. `skip` is None where the host knows that the
         step is applied. With `in_place`, the caller guarantees that nobody else holds the tensors
-        of `inputs`: they are overwritten.
+        of `inputs`: they may be overwritten.
         """
         if skip is not None and self.may_add_slots:
             if bool(skip):

@@ -8,7 +8,8 @@ settings         numbers and constants, for all parameters and by override (in_s
                  state holds; schedule: functions of a count)
 kernel_step      a step by launches of torch's kernels (kernels); of many tensors in a trace
                  kernel_in_trace
-formula_step     a step by formulas (formulas), where no kernel fits, and the slots of a class
+formula_step     a step by formulas (formulas), where no kernel fits
+slots            the slots of a class, as lists, and what they must be
 user_class       a step by the `step` of a user's class, on copies
 torch_state_dict state dicts of torch, written and read
 

@@ -1,6 +1,4 @@
-"""A step by formulas, leaf by leaf or over leaves that are joined into one, and the slots that a
-class keeps for each parameter.
-"""
+"""A step by formulas, leaf by leaf or over leaves that are joined into one."""
 
 from __future__ import annotations
 
@@ -11,25 +9,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import (
+from .._optim.opt_state import OptState, count_step
+from .._optim.step_inputs import StepInputs
+from .._torch import foreach, private
+from .._torch.dtypes import send_once, to_device, wide_dtype, widest_float
+from .._torch_optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
+from .._torch_optim.in_state import map_numbers
+from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._torch_optim.slots import (
     STEP,
-    OptState,
     SlotLists,
-    count_step,
+    SlotSpec,
     slot_lists_like,
     slot_lists_of,
     values_of,
     with_slot_lists,
 )
-from .._optim.step_inputs import StepInputs
-from .._torch import foreach, private
-from .._torch.dtypes import send_once, to_device, wide_dtype, widest_float
-from .._torch.tracing import traced
-from .._torch_optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
-from .._torch_optim.in_state import map_numbers
-from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._tree.gradients import Gradients
-from .._tree.leaves import describe, same_metadata
 
 
 class Row(NamedTuple):
@@ -236,119 +232,3 @@ def _split_joined(joined: Tensor, tensors: list[Tensor], likes: list[Tensor]) ->
     if tensors[0].is_complex():
         joined = torch.view_as_complex(joined.view(-1, 2))
     return foreach.split_like(joined, tensors, likes)
-
-
-# ---- the slots -----------------------------------------------------------------------------------
-
-_NO_LR = {"lr": 0.0}  # the names and shapes of slots do not depend on it
-
-
-class SlotSpec:
-    """The slots of a formula with these settings, by those of a probe of shape (2, 3)."""
-
-    def __init__(self, config: OptimizerConfig) -> None:
-        self._config, self._formula = config, config.spec.formula
-        probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
-        probed: dict[str, Tensor] = {}
-        for settings in config.settings_for_slots():
-            probed |= self._formula.init_slots(probe, {**settings, **_NO_LR})
-        # The dtype of a slot that is one number; None for one of the shape of its parameter. The
-        # factors of Adafactor are neither, and are left out.
-        alike = {key: value for key, value in probed.items() if value.shape in ((), probe.shape)}
-        self._dtypes = {key: None if value.ndim else value.dtype for key, value in alike.items()}
-        self._dtypes[STEP] = torch.float32
-
-    def is_scalar(self, key: str) -> bool:
-        """Return True if this slot is one number for each parameter, whatever its shape."""
-        return self._dtypes.get(key) is not None
-
-    def init_slots(
-        self, params: Mapping[str, Tensor], step_settings: StepSettings
-    ) -> dict[str, LeafSlots]:
-        """Return the slots of each parameter before its first step."""
-        slots = {
-            name: self._init_slots(params[name], group.settings)
-            for group in self._groups(params, step_settings)
-            for name in group.names
-        }
-        return {name: slots[name] for name in params}
-
-    def _init_slots(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        if param.is_complex() and not self._config.spec.elementwise:
-            raise ValueError(
-                f"{self._config.spec.name} was given a complex parameter "
-                f"{tuple(param.shape)}; it has no rule for it. Fix: a partition with AdamW for "
-                "complex parameters; from_formula(..., elementwise=True) for a formula that is."
-            )
-        return self._formula.init_slots(param.detach(), settings)
-
-    def _groups(
-        self, params: Mapping[str, Tensor], step_settings: StepSettings
-    ) -> list[ParamGroup]:
-        """Return the groups with the settings from which slots are made."""
-        rates = step_settings.map(lambda table: {n: v for n, v in table.items() if n == "lr"})
-        rates.defaults.update(self._config.nonzero_for_slots)
-        return self._config.build_param_groups(tuple(params), rates)
-
-    # ---- the check
-
-    def check(self, slot_lists: SlotLists, params: Mapping[str, Tensor]) -> None:
-        """Refuse slot lists that differ from those of `init_slots`, because torch's kernels do not
-        check what they read.
-        """
-        # A compiler traces calls slowly.
-        misfits = [
-            (key, value, name, param)
-            for key, slot_list in slot_lists.items()
-            if key in self._dtypes
-            for (name, param), value in zip(params.items(), slot_list, strict=True)
-            if isinstance(value, Tensor)
-            and (
-                value.is_nested
-                or value.layout is not torch.strided
-                or value.device != param.device
-                or value.dtype is not (self._dtypes[key] or param.dtype)
-                or value.shape != (() if self._dtypes[key] else param.shape)
-            )
-        ]
-        for misfit in misfits:
-            self._refuse_misfit(*misfit)
-        if not traced():  # there a missing slot raises in the formula, before anything is written
-            self._check_keys(slot_lists, params)
-
-    def _refuse_misfit(self, key: str, value: Tensor, name: str, param: Tensor) -> None:
-        dtype = self._dtypes[key]
-        expected = f"one number, {dtype} ()" if dtype else describe(param)
-        if key != STEP and not self._formula.elementwise:
-            # It may have other slots in other dimensions than 2.
-            new = self._formula.init_slots(param.detach(), self._config.defaults.values)[key]
-            plain = not value.is_nested and value.layout is new.layout
-            if plain and same_metadata(value, new):
-                return
-            expected = describe(new)
-        raise ValueError(
-            f"opt_state: {key} of {name} is {describe(value)} on {value.device}; expected "
-            f"{expected} on {param.device}. Likely cause: the state of another model, or stacked "
-            "states outside of torch.vmap. Fix: `opt_state = optimizer.init(params)`, or "
-            "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
-        )
-
-    def _check_keys(self, slot_lists: SlotLists, params: Mapping[str, Tensor]) -> None:
-        """Refuse slot lists that lack one of `init_slots` with the settings of their group."""
-        dims = [param.ndim for param in params.values()]
-        for group in self._groups(params, self._config.no_step_settings):
-            needed: dict[int, list[str]] = {}
-            for index in group.indices:
-                ndim = dims[index]
-                if ndim not in needed:
-                    like = torch.empty([1] * ndim, device="cpu")  # "meta" imports sympy
-                    needed[ndim] = list(
-                        self._formula.init_slots(like, {**group.settings, **_NO_LR})
-                    )
-                for key in needed[ndim]:
-                    if key not in slot_lists or not isinstance(slot_lists[key][index], Tensor):
-                        raise ValueError(
-                            f"opt_state has no {key} that {self._config.spec.name} keeps. Likely "
-                            "cause: the state of another class or of other settings. Fix: "
-                            "`opt_state = optimizer.init(params)`."
-                        )

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import NO_SLOTS, STEP, numbers_of
+from .._optim.opt_state import numbers_of
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
 from .._torch_optim.formulas import SIZES, Formula, LeafSlots, NewLeaf, Settings
 from .._torch_optim.in_state import copied_number
 from .._torch_optim.param_groups import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._torch_optim.schedule import Schedule, ScheduleBy
 from .._torch_optim.settings import OptimizerConfig, OptimizerSpec, Overrides
+from .._torch_optim.slots import NO_SLOTS, STEP
 from .._tree.aliasing import copy_aliased_leaves
 from .._tree.leaves import describe, versions
 from .._tree.scalars import short_repr

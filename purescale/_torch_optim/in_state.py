@@ -9,19 +9,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import (
-    OptState,
-    map_opt_states,
-    numbers_of,
-    stored_settings,
-    with_stored,
-)
+from .._optim.opt_state import OptState, map_opt_states, numbers_of, stored_settings
 from .._torch.dtypes import to_device
 from .._tree.leaves import describe
 from .._tree.pytree import join_names
 from .._tree.scalars import as_float
 
 S = TypeVar("S")
+
+
+def with_stored(opt_state: OptState, stored: Mapping[str, Any]) -> OptState:
+    """Return the state with these settings, the inverse of `stored_settings`."""
+    hyper = {name: value for name, value in stored.items() if name != "lr"}
+    return opt_state._replace(lr=stored.get("lr", ()), hyper=hyper or ())
 
 
 def map_numbers(change: Callable[[Any], Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,16 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import (
-    STEP,
-    OptState,
-    SlotLists,
-    count_step,
-    slot_lists_like,
-    slot_lists_of,
-    values_of,
-    with_slot_lists,
-)
+from .._optim.opt_state import OptState, count_step
 from .._optim.step_inputs import StepInputs
 from .._torch.operators import define
 from .._torch.tensor_list import TensorList
@@ -40,6 +31,14 @@ from .._torch_optim.kernels import (
     keyword_arguments,
 )
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._torch_optim.slots import (
+    STEP,
+    SlotLists,
+    slot_lists_like,
+    slot_lists_of,
+    values_of,
+    with_slot_lists,
+)
 from .._tree.gradients import Gradients, Pending
 
 

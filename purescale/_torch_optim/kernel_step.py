@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import (
-    STEP,
-    OptState,
-    SlotLists,
-    count_step,
-    numbers_of,
-    slot_lists_of,
-)
+from .._optim.opt_state import OptState, count_step, numbers_of
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach
 from .._torch.dtypes import to_device
@@ -30,12 +23,14 @@ from .._torch_optim.kernels import (
     KernelCall,
 )
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._torch_optim.slots import STEP, SlotLists, slot_lists_of
 from .._tree.gradients import Gradients
 
 
 class LaunchPlan(NamedTuple):
     """The parameters of one group, device and dtype that have a gradient: one call of a kernel.
-    Parameters, slots and counts are known by their index among all leaves of the inputs.
+    Parameters, slots and counts are known by their index among all leaves of the inputs (in Dynamo:
+    the parameters, then all slot lists).
     """
 
     group: ParamGroup
@@ -48,14 +43,14 @@ class LaunchPlan(NamedTuple):
 
 
 class ParamGroupPlan(NamedTuple):
-    """The plan of a `ParamGroupOptimizer`: its parameter groups, the launches of torch's kernel,
-    and what is known of the tensors that they take.
+    """The plan of a `KernelOrFormulaOptimizer`: its parameter groups, the launches of torch's
+    kernel, and what is known of the tensors that they take.
     """
 
     groups: list[ParamGroup]
     kernel_step: KernelStep | None = None  # None if no kernel takes these tensors
     launches: Sequence[LaunchPlan] = ()  # Dynamo plans them in the compiled step
-    # the indices of each parameter with each of its slots; empty if `leaves_fit_kernel`
+    # the indices of each parameter in a launch with each of its slots; empty if they fit
     param_slot_pairs: Sequence[tuple[int, int]] = ()
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
     leaves_fit_kernel: bool = False

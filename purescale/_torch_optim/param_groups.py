@@ -10,23 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import (
-    NO_SLOTS,
-    STEP,
-    OptState,
-    has_counts,
-    slot_lists_of,
-    with_stored,
-)
+from .._optim.opt_state import OptState
 from .._optim.optimizer import FlatOptimizer
 from .._optim.param_layout import ParamLayout, named_params
 from .._optim.step_inputs import StepInputs
-from .._torch_optim.formula_step import FormulaStep, SlotSpec
+from .._torch_optim.formula_step import FormulaStep
 from .._torch_optim.formulas import LeafSlots
+from .._torch_optim.in_state import with_stored
 from .._torch_optim.kernel_in_trace import KernelStepInDynamo, KernelStepInJit
 from .._torch_optim.kernel_step import KernelStep, ParamGroupPlan
 from .._torch_optim.kernels import FusedKernel, kernel_for
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._torch_optim.slots import NO_SLOTS, STEP, SlotSpec, has_counts, slot_lists_of
 from .._torch_optim.torch_state_dict import read_state_dict, write_state_dict
 from .._tree import pytree
 from .._tree.gradients import Gradients

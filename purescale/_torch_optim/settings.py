@@ -95,7 +95,6 @@ class ParamGroup(NamedTuple):
     names: list[str]
     override_indices: tuple[int, ...]  # that match them, or a single one with the same settings
     settings: dict[str, Any]  # complete
-    overridden: frozenset[str] = frozenset()  # the settings that an override names
 
 
 class OptimizerConfig:
@@ -199,9 +198,8 @@ class OptimizerConfig:
         for override_indices in sorted(members):
             indices = members[override_indices]
             member_names = [names[index] for index in indices]
-            own = frozenset(name for at in override_indices for name in self.by_override[at].values)
             settings = self.settings_of(override_indices, step_settings)
-            groups.append(ParamGroup(indices, member_names, override_indices, settings, own))
+            groups.append(ParamGroup(indices, member_names, override_indices, settings))
         return groups
 
     def settings_of(

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import STEP, OptState, param_names, stored_settings, with_stored
+from .._optim.opt_state import OptState, stored_settings
 from .._torch_optim.formulas import LeafSlots
-from .._torch_optim.in_state import as_float32, map_numbers, read_numbers
+from .._torch_optim.in_state import as_float32, map_numbers, read_numbers, with_stored
 from .._torch_optim.settings import (
     IMPLEMENTATION_FLAGS,
     ConfiguredSettings,
@@ -20,6 +20,7 @@ from .._torch_optim.settings import (
     ParamGroup,
     StepSettings,
 )
+from .._torch_optim.slots import STEP, param_names
 from .._tree import pytree
 from .._tree.leaves import describe
 from .._tree.scalars import checked_whole, short_repr
@@ -343,7 +344,11 @@ def _read_stored(
     ]
     for name in config.in_state:
         key = f"initial_{name}" if name in config.defaults.schedules else name
-        taken = [saved for group, saved in pairs if name not in group.overridden]
+        taken = [
+            saved
+            for group, saved in pairs
+            if not any(name in config.by_override[at].values for at in group.override_indices)
+        ]
         if key == "initial_lr" and not all(key in saved for saved in taken):
             raise ValueError(
                 "the state dict has no initial_lr, the rate in the state that the schedule "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import is_wrapped, map_opt_states, opt_states_of
+from .._optim.opt_state import OptState, is_wrapped, map_opt_states, without_wrappers
 from .._optim.optimizer import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach
@@ -90,7 +90,7 @@ class StateDtypeOptimizer(Wrapper):
     def init(self, params: Tree) -> Tree:
         """Return the state before the first step."""
         state = self.optimizer.init(params)
-        if self.may_add_slots or not opt_states_of(state):
+        if self.may_add_slots or not _opt_states_of(state):
             raise ValueError(
                 f"with_state_dtype around {self.optimizer!r}, whose state is not that of a class "
                 "of torch.optim or of from_formula, made by `init`. Fix: of a partition around "
@@ -198,7 +198,7 @@ def _matching(texts: tuple[str, ...], patterns: tuple[str, ...]) -> list[str]:
 def _paths_and_slots(state: Tree) -> tuple[list[tuple[str, str]], Leaves]:
     """Return the slots of a state in order, and for each its name and that of its parameter."""
     paths, slots = [], []
-    for opt_state in opt_states_of(state):
+    for opt_state in _opt_states_of(state):
         for key, tree in opt_state.slots.items():
             paths += [(key, name) for name in pytree.names(tree)]
             slots += pytree.flatten(tree)[0]
@@ -239,3 +239,12 @@ def _cast(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:
         results = foreach.cast(tensors, list(new.values()))
     cast = dict(zip(new, results, strict=True))
     return [cast.get(index, leaf) for index, leaf in enumerate(leaves)]
+
+
+def _opt_states_of(state: Tree) -> list[OptState]:
+    """Return the states of torch's classes in a state, which may be of wrappers and of a
+    `partition`; an empty list for the state of any other optimizer.
+    """
+    state = without_wrappers(state)
+    parts = list(state.values()) if type(state) is dict else [state]
+    return parts if all(isinstance(part, OptState) for part in parts) else []

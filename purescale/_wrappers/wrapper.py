@@ -98,7 +98,8 @@ class Wrapper(FlatOptimizer):
         """
         self.check_state(inputs)
         pieces = [Piece(None, self.flat_optimizer.plan(self._as_decoded(inputs)))]
-        inner_skips = self._inner_skips()
+        is_compiling = torch.compiler.is_compiling()
+        inner_skips = self.steps_in_pieces and not (is_compiling or self.differentiable)
         can_cut = inner_skips and not inputs.context.traced
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
@@ -113,13 +114,6 @@ class Wrapper(FlatOptimizer):
             wide = [torch.float32 if is_half(param) else None for param in params]
             params = stand_ins(params, wide)
         return inputs.with_params_and_state(params, self.inner_state(inputs.opt_state))
-
-    def _inner_skips(self) -> bool:
-        """Return True if the inner optimizer itself chooses between old and new, in place: a class
-        of torch or a formula, in a step without a derivative.
-        """
-        is_eager = not torch.compiler.is_compiling()
-        return self.steps_in_pieces and is_eager and not self.differentiable
 
     def step_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
@@ -217,7 +211,7 @@ class WrapperPlan(NamedTuple):
     """The plan of a `Wrapper`."""
 
     pieces: list[Piece]
-    inner_skips: bool  # the inner optimizer chooses between old and new
+    inner_skips: bool  # the inner optimizer itself chooses between old and new, in place
 
 
 def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:

@@ -1,0 +1,194 @@
+"""The slots that a class keeps for each parameter: in a state, as lists beside the parameters, and
+what they must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._optim.opt_state import OptState
+from .._optim.param_layout import ParamLayout, foreign_parameters_error
+from .._torch.tracing import traced
+from .._torch_optim.formulas import LeafSlots
+from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._tree import pytree
+from .._tree.leaves import describe, same_metadata
+
+# By the name of a slot: a list like the parameters, with `()` for one that lacks the slot.
+SlotLists = dict[str, list[Any]]
+
+# The list of counts among the slot lists of a step, by torch's name.
+STEP = "step"
+# A list of holes, by which a state without slots knows its parameters.
+NO_SLOTS = "none"
+
+
+# ---- as lists ------------------------------------------------------------------------------------
+
+
+def values_of(slot_lists: SlotLists) -> list[Tensor]:
+    """Return the tensors of all slot lists, in order."""
+    values = [leaf for slot_list in slot_lists.values() for leaf in slot_list]
+    return values if pytree.are_tensors(values) else [v for v in values if isinstance(v, Tensor)]
+
+
+def slot_lists_like(slot_lists: SlotLists, values: Iterable[Any]) -> SlotLists:
+    """Return slot lists with the next of these values in place of each tensor, the inverse of
+    `values_of`.
+    """
+    remaining = iter(values)
+    return {
+        key: [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in slot_list]
+        for key, slot_list in slot_lists.items()
+    }
+
+
+def slot_lists_of(opt_state: OptState, layout: ParamLayout) -> SlotLists:
+    """Return the slots of a state, then its counts, as slot lists. Refuse a state for others than
+    these parameters.
+    """
+    trees = opt_state.slots
+    if has_counts(opt_state):
+        trees = {**trees, STEP: opt_state.counts}
+    try:
+        return {key: layout.flatten_up_to(tree) for key, tree in trees.items()}
+    except ValueError:
+        raise foreign_parameters_error(param_names(opt_state), layout.names) from None
+
+
+def with_slot_lists(opt_state: OptState, slot_lists: SlotLists, layout: ParamLayout) -> OptState:
+    """Return the state with these slot lists, the inverse of `slot_lists_of`."""
+    old = {**opt_state.slots, STEP: opt_state.counts}
+    slots = {key: layout.unflatten(slot_list, old[key]) for key, slot_list in slot_lists.items()}
+    counts = slots.pop(STEP, ())
+    return opt_state._replace(slots=slots, counts=counts)
+
+
+def has_counts(opt_state: OptState) -> bool:
+    """Return True if a state counts the steps of each parameter, which may be those of a tuple."""
+    return not isinstance(opt_state.counts, tuple) or len(opt_state.counts) > 0
+
+
+def param_names(opt_state: OptState) -> list[str]:
+    """Return the dotted names of the parameters of a state with slots like these."""
+    return pytree.names(next(iter(opt_state.slots.values())), holes=True)
+
+
+# ---- what they must be ---------------------------------------------------------------------------
+
+_NO_LR = {"lr": 0.0}  # the names and shapes of slots do not depend on it
+
+
+class SlotSpec:
+    """The slots of a formula with these settings, by those of a probe of shape (2, 3)."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config, self._formula = config, config.spec.formula
+        probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
+        probed: dict[str, Tensor] = {}
+        for settings in config.settings_for_slots():
+            probed |= self._formula.init_slots(probe, {**settings, **_NO_LR})
+        # The dtype of a slot that is one number; None for one of the shape of its parameter. The
+        # factors of Adafactor are neither, and are left out.
+        alike = {key: value for key, value in probed.items() if value.shape in ((), probe.shape)}
+        self._dtypes = {key: None if value.ndim else value.dtype for key, value in alike.items()}
+        self._dtypes[STEP] = torch.float32
+
+    def is_scalar(self, key: str) -> bool:
+        """Return True if this slot is one number for each parameter, whatever its shape."""
+        return self._dtypes.get(key) is not None
+
+    def init_slots(
+        self, params: Mapping[str, Tensor], step_settings: StepSettings
+    ) -> dict[str, LeafSlots]:
+        """Return the slots of each parameter before its first step."""
+        slots = {
+            name: self._init_slots(params[name], group.settings)
+            for group in self._groups(params, step_settings)
+            for name in group.names
+        }
+        return {name: slots[name] for name in params}
+
+    def _init_slots(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+        if param.is_complex() and not self._config.spec.elementwise:
+            raise ValueError(
+                f"{self._config.spec.name} was given a complex parameter "
+                f"{tuple(param.shape)}; it has no rule for it. Fix: a partition with AdamW for "
+                "complex parameters; from_formula(..., elementwise=True) for a formula that is."
+            )
+        return self._formula.init_slots(param.detach(), settings)
+
+    def _groups(
+        self, params: Mapping[str, Tensor], step_settings: StepSettings
+    ) -> list[ParamGroup]:
+        """Return the groups with the settings from which slots are made."""
+        rates = step_settings.map(lambda table: {n: v for n, v in table.items() if n == "lr"})
+        rates.defaults.update(self._config.nonzero_for_slots)
+        return self._config.build_param_groups(tuple(params), rates)
+
+    # ---- the check
+
+    def check(self, slot_lists: SlotLists, params: Mapping[str, Tensor]) -> None:
+        """Refuse slot lists that differ from those of `init_slots`, because torch's kernels do not
+        check what they read.
+        """
+        # A compiler traces calls slowly.
+        misfits = [
+            (key, value, name, param)
+            for key, slot_list in slot_lists.items()
+            if key in self._dtypes
+            for (name, param), value in zip(params.items(), slot_list, strict=True)
+            if isinstance(value, Tensor)
+            and (
+                value.is_nested
+                or value.layout is not torch.strided
+                or value.device != param.device
+                or value.dtype is not (self._dtypes[key] or param.dtype)
+                or value.shape != (() if self._dtypes[key] else param.shape)
+            )
+        ]
+        for misfit in misfits:
+            self._refuse_misfit(*misfit)
+        if not traced():  # there a missing slot raises in the formula, before anything is written
+            self._check_keys(slot_lists, params)
+
+    def _refuse_misfit(self, key: str, value: Tensor, name: str, param: Tensor) -> None:
+        dtype = self._dtypes[key]
+        expected = f"one number, {dtype} ()" if dtype else describe(param)
+        if key != STEP and not self._formula.elementwise:
+            # It may have other slots in other dimensions than 2.
+            new = self._formula.init_slots(param.detach(), self._config.defaults.values)[key]
+            plain = not value.is_nested and value.layout is new.layout
+            if plain and same_metadata(value, new):
+                return
+            expected = describe(new)
+        raise ValueError(
+            f"opt_state: {key} of {name} is {describe(value)} on {value.device}; expected "
+            f"{expected} on {param.device}. Likely cause: the state of another model, or stacked "
+            "states outside of torch.vmap. Fix: `opt_state = optimizer.init(params)`, or "
+            "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
+        )
+
+    def _check_keys(self, slot_lists: SlotLists, params: Mapping[str, Tensor]) -> None:
+        """Refuse slot lists that lack one of `init_slots` with the settings of their group."""
+        dims = [param.ndim for param in params.values()]
+        for group in self._groups(params, self._config.no_step_settings):
+            needed: dict[int, list[str]] = {}
+            for index in group.indices:
+                ndim = dims[index]
+                if ndim not in needed:
+                    like = torch.empty([1] * ndim, device="cpu")  # "meta" imports sympy
+                    needed[ndim] = list(
+                        self._formula.init_slots(like, {**group.settings, **_NO_LR})
+                    )
+                for key in needed[ndim]:
+                    if key not in slot_lists or not isinstance(slot_lists[key][index], Tensor):
+                        raise ValueError(
+                            f"opt_state has no {key} that {self._config.spec.name} keeps. Likely "
+                            "cause: the state of another class or of other settings. Fix: "
+                            "`opt_state = optimizer.init(params)`."
+                        )

@@ -198,8 +198,8 @@ from ._batch_norm.precise_bn import precise_bn as precise_bn
 from ._step.forward_backward import LossFn as LossFn
 from ._step.value_and_grad import value_and_grad as value_and_grad
 
-from ._step.optimizer_step import maybe_step as maybe_step, unscale_and_step as unscale_and_step
-from ._step.optimizer_step import Stepped as Stepped
+from ._step.unscale_and_step import maybe_step as maybe_step, unscale_and_step as unscale_and_step
+from ._step.unscale_and_step import Stepped as Stepped
 
 from ._step.train_state import init_train_state as init_train_state, TrainState as TrainState
 from ._step.train_step import train_step as train_step

@@ -58,7 +58,7 @@ class Optimizer(Protocol):
         """
 
 
-class StepFacts(NamedTuple):
+class KnownStep(NamedTuple):
     """The facts about all steps of an optimizer over arguments that are alike, in its cache."""
 
     layout: ParamLayout
@@ -75,7 +75,7 @@ class PreparedStep(NamedTuple):
 
     trees: list[FlatTree]  # the parameters, the state of the optimizer, then others, in their order
     inputs: StepInputs
-    facts: StepFacts
+    known: KnownStep
 
 
 class FlatOptimizer:
@@ -137,7 +137,7 @@ class FlatOptimizer:
 
     @functools.cached_property
     def cache(self) -> TreeCache:
-        """The `StepFacts` of steps with this optimizer."""
+        """The `KnownStep` of steps with this optimizer."""
         return TreeCache()
 
     def plan_inputs(self, inputs: StepInputs) -> StepInputs:
@@ -151,16 +151,16 @@ class FlatOptimizer:
         """
         if not (self.is_cached and context.reuses_plans):  # Dynamo cannot make the cache
             return None
-        if (known := self.cache.find(context, trees)) is None:
+        if (kept := self.cache.find(context, trees)) is None:
             return None
-        flat_trees, facts = known
+        flat_trees, known = kept
         params, opt_state = flat_trees[:2]
         inputs = StepInputs.of_dense(
-            context, facts.layout, params, opt_state, facts.leaves_metadata
+            context, known.layout, params, opt_state, known.leaves_metadata
         )
         step_settings = self.step_settings(opt_state.tree)
-        inputs = inputs._replace(plan=facts.plan, step_settings=step_settings)
-        return PreparedStep(flat_trees, inputs, facts)
+        inputs = inputs._replace(plan=known.plan, step_settings=step_settings)
+        return PreparedStep(flat_trees, inputs, known)
 
     def prepare_step(
         self, trees: list[FlatTree], inputs: StepInputs, *, keep: bool = True
@@ -179,10 +179,10 @@ class FlatOptimizer:
         )
         readable = can_keep and inputs.context.host_reads and not self.differentiable
         readable = readable and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
-        facts = StepFacts(inputs.layout, inputs.plan, ListMetadata(), writable, readable)
+        known = KnownStep(inputs.layout, inputs.plan, ListMetadata(), writable, readable)
         if can_keep and keep and self.is_cached:
-            self.cache.keep(inputs.context, trees, facts)
-        return PreparedStep(trees, inputs, facts)
+            self.cache.keep(inputs.context, trees, known)
+        return PreparedStep(trees, inputs, known)
 
     def find_or_prepare_step(
         self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree

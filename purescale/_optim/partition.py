@@ -153,7 +153,7 @@ class PartitionOptimizer(FlatOptimizer):
     ) -> Gradients:
         """Return the gradients of one part."""
         param_indices = part.param_indices
-        if grads.in_leaf_form:  # no gradient is None, so these have the indices of parameters
+        if grads.tensors_are_leaves:  # no gradient is None, so these have the indices of parameters
             return grads.picked(param_indices)
         indices = [inputs.layout.grad_indices[index] for index in param_indices]
         tensors = [grads.tensors[index] for index in indices if index is not None]

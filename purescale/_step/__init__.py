@@ -5,7 +5,7 @@ diagram of the stages and their files. There is one path for all devices. A kern
 depend on the device, and where the host knows that a step is applied, nothing is selected.
 
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
-`optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`.
+`unscale_and_step.unscale_and_step` or `unscale_and_step.maybe_step`.
 Hands on: the next `train_state.TrainState` and a `train_state.StepInfo`; between the stages
 `flat_state.FlatState`, `window_result.MicrobatchWeights`, `WindowResult` and `Attempt`,
 `memory.MayWrite` and `decide.Decision`. Settings travel as `train_state.TrainStepOptions`.

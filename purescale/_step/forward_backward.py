@@ -86,7 +86,7 @@ class ForwardBackward:
         self.scale, self.loss_fn, self.flat_buffers = flat_scaler.tree.scale, loss_fn, flat_buffers
         self.flat_params, self.layout = flat_params, layout
         self.present_params = layout.pick_present(flat_params.leaves)
-        self.in_leaf_form = is_dense = flat_params.tensor_list.dense_without_history
+        self.tensors_are_leaves = is_dense = flat_params.tensor_list.dense_without_history
         self.sharded, self.uses_torch_func = False, context.traced
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.detaches = not (self.uses_torch_func or self.keeps_graph)
@@ -96,7 +96,7 @@ class ForwardBackward:
             refuse_graph_end()
         self.pointers = pointers if self.detaches else None
         if not is_dense:
-            self.in_leaf_form = are_plain_dense(flat_params.leaves)
+            self.tensors_are_leaves = are_plain_dense(flat_params.leaves)
             self.sharded = dtensor.any_dtensor(self.present_params)
         all_normal = is_dense and flat_scaler.tensor_list.dense_without_history
         if not (self.uses_torch_func or all_normal):

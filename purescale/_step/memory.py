@@ -45,7 +45,7 @@ def decide_writes(
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
-    if donate and flat_state.prepared_step.facts.all_writable:
+    if donate and flat_state.prepared_step.known.all_writable:
         others = [*flat_state.buffers.leaves, *flat_state.control_leaves]
         tensors = [*_replaced(inputs).tensors, *others]
         pointers = [storage_pointers(tensors), storage_pointers(read_only)]
@@ -84,7 +84,7 @@ def decide_writes_by_hand(
     """Return what a step may overwrite of its donated arguments."""
     inputs = prepared_step.inputs
     lists = [_replaced(inputs), grads.tensor_list]
-    if prepared_step.facts.all_writable:
+    if prepared_step.known.all_writable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
         if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
             return MayWrite(params_and_state=True, grads=True)

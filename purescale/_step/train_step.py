@@ -194,7 +194,7 @@ def _stages(
         options.clip.norm_type,
         amax=options.rule_traits.takes_amax,
         nan_norm_is_inf=len(microbatches) > 1,
-        all_readable=flat_state.prepared_step.facts.all_readable,
+        all_readable=flat_state.prepared_step.known.all_readable,
     )
     pooled = options.bn_update == "window"
     accumulate = accumulate_with_pooled_statistics if pooled else accumulate_microbatches

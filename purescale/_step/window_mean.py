@@ -117,5 +117,5 @@ class WindowMean:
             present = source.present_params
             zeros = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in present]
             sums = as_gradients(zeros).tensors
-        templates, in_leaf_form = source.flat_params.leaves, source.in_leaf_form
-        return Gradients(TensorList(sums), templates, in_leaf_form, pending, owned=self.in_place)
+        form = source.flat_params.leaves, source.tensors_are_leaves
+        return Gradients(TensorList(sums), *form, pending, owned=self.in_place)

@@ -291,7 +291,7 @@ class Formula(NamedTuple):
     has_step_slot: bool = False  # torch counts the steps of each parameter, in a slot `step`
     makes_buffer_in_first_step: bool = False  # torch takes a step without it for the first
 
-    def needs_step_count(self, settings: Settings) -> bool:
+    def needs_counts(self, settings: Settings) -> bool:
         """Return True if the number of a parameter's own steps is a part of its state."""
         if self.makes_buffer_in_first_step:
             return not (

@@ -128,7 +128,7 @@ class _LeafStep:
         if is_first or torch.compiler.is_compiling():
             param, grad, t = param.clone(), grad.clone(), t.clone()
             slots = {key: slot.clone() for key, slot in slots.items()}
-            settings = {name: _copied(value) for name, value in settings.items()}
+            settings = {name: _copied_setting(value) for name, value in settings.items()}
         numbers = [number for number in numbers_of(settings) if isinstance(number, Tensor)]
         arguments = [param, *slots.values(), grad, t, *numbers]
         before = _versions(arguments)
@@ -173,7 +173,7 @@ def _describe(part: Any) -> str:
     return f"{{{', '.join(f'{key!r}: {describe(leaf)}' for key, leaf in part.items())}}}"
 
 
-def _copied(value: Any) -> Any:
+def _copied_setting(value: Any) -> Any:
     """Return a setting with the tensors in it copied."""
     return tuple(map(copied_number, value)) if isinstance(value, tuple) else copied_number(value)
 

@@ -216,5 +216,5 @@ def _arguments(kernel: FusedKernel, call: KernelCall, skip: Tensor | None) -> tu
         else number
         for number in grads.pending
     ]
-    arguments = targets, grads.tensors, kernel.name, list(map(float, float_args)), call.state_steps
+    arguments = targets, grads.tensors, kernel.name, list(map(float, float_args)), call.counts
     return *arguments, [lr_tensor, skip, *pending]

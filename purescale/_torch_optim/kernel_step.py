@@ -191,13 +191,13 @@ class KernelStep:
                 settings = self._config.settings_of(launch.group.override_indices, step_settings)
                 function = self.kernel.bind(settings)
             params, *slots = launch.pick(leaves)
-            state_steps = [leaves[index] for index in launch.count_indices]
-            if self.kernel.reads_counts and not state_steps:
+            counts = [leaves[index] for index in launch.count_indices]
+            if self.kernel.reads_counts and not counts:
                 device = params[0].device
                 if device not in t_by_device:
                     t_by_device[device] = applied.to(device, torch.float32)
-                state_steps = [t_by_device[device]]
-            operands = params, slots, grads.picked(launch.grad_indices), state_steps
+                counts = [t_by_device[device]]
+            operands = params, slots, grads.picked(launch.grad_indices), counts
             yield launch, KernelCall(function, settings, *operands, grads_match_params)
 
 

@@ -106,8 +106,8 @@ class FusedKernel:
         found_inf = None if skip is None else skip.to(call.params[0].device, torch.float32)
         lists = [call.params, call.grads.tensors, *call.slots]
         if self.reads_counts:
-            state_steps = call.state_steps
-            lists.append(state_steps * len(call.params) if len(state_steps) == 1 else state_steps)
+            counts = call.counts
+            lists.append(counts * len(call.params) if len(counts) == 1 else counts)
         call.function(*lists, grad_scale=divisor, found_inf=found_inf)
         # torch's fused kernels leave versions as they were: a graph that saved an old value would
         # take the new one for it.
@@ -152,7 +152,7 @@ class ForLoopKernel:
     def update(self, call: KernelCall, skip: Tensor | None) -> None:
         """Make the call, of a step that is not skipped."""
         assert skip is None
-        before = [count - 1 for count in call.state_steps]  # the function adds 1 to each
+        before = [count - 1 for count in call.counts]  # the function adds 1 to each
         if len(before) == 1:
             before = list(before[0].repeat(len(call.params)).unbind())
         call.function(call.params, _grads_for_kernel(call).tensors, *call.slots, before)
@@ -221,7 +221,7 @@ def kernel_for(config: OptimizerConfig) -> Kernel | None:
         is_fused and flags != {None} and not config.arguments.get("fused"),
         config.differentiable and not config.arguments.get("fused"),
         # it cannot tell a parameter's first step
-        config.needs_step_count and config.spec.formula.makes_buffer_in_first_step,
+        config.needs_counts and config.spec.formula.makes_buffer_in_first_step,
         # with momentum 0 it does not update the buffer, which a later momentum needs
         "momentum" in config.in_state,
         # it divides numbers by 1 - beta, which float32 may round to 0
@@ -243,7 +243,8 @@ class KernelCall(NamedTuple):
     params: list[Tensor]
     slots: list[list[Tensor]]  # of each slot of the kernel, empty for one that does not exist
     grads: Gradients
-    state_steps: list[Tensor]  # of each, or one for all: float32, read only; empty if none is read
+    # of the steps of each, or one for all: float32, read only; empty if none is read
+    counts: list[Tensor]
     # known: the gradients have dtype and memory order of the parameters
     grads_match_params: bool = False
 

@@ -59,7 +59,7 @@ class ParamGroupOptimizer(FlatOptimizer):
         """Return the state before the first step, in fresh memory. Steps keep its structure, but
         for the first one of a class of your own."""
         opt_state, slots = self._init_state(params)
-        if self.config.counts == "each" and self.config.needs_step_count:
+        if self.config.counts == "each" and self.config.needs_counts:
             for name, leaf in named_params(params).items():
                 slots[name][STEP] = torch.zeros((), dtype=torch.float32, device=leaf.device)
         return self._with_slots(opt_state, params, slots)
@@ -75,7 +75,7 @@ class ParamGroupOptimizer(FlatOptimizer):
         opt_state = with_stored(OptState(applied, {}, iteration=iteration), stored)
         if named:  # torch checks shapes, and needs no memory for it
             shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in named.values()]
-            self.config.spec.construct(shapes, self.config.defaults.values)
+            self.config.spec.construct(shapes, self.config.for_all.values)
         return opt_state, self._init_slots(named, self.config.step_settings(opt_state))
 
     def _checked_groups(self, inputs: StepInputs) -> list[ParamGroup]:
@@ -218,7 +218,7 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         groups = self._checked_groups(inputs)
         params = dict(zip(inputs.layout.names, inputs.params, strict=True))
         self.slot_spec.check(slot_lists_of(inputs.opt_state, inputs.layout), params)
-        if self.config.needs_step_count and not has_counts(inputs.opt_state):
+        if self.config.needs_counts and not has_counts(inputs.opt_state):
             _check_counts(self.config, inputs.layout)
         if self.kernel is None or not self.kernel.takes(inputs.param_list, inputs.context):
             return ParamGroupPlan(groups)

@@ -76,16 +76,16 @@ class ConfiguredSettings(NamedTuple):
 class StepSettings(NamedTuple):
     """The numbers of one step that may differ from those of the step before."""
 
-    defaults: dict[str, Any]
+    for_all: dict[str, Any]
     by_override: list[dict[str, Any]]
 
     def tables(self) -> list[dict[str, Any]]:
         """Return the numbers for all parameters, then those of each override."""
-        return [self.defaults, *self.by_override]
+        return [self.for_all, *self.by_override]
 
     def map(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> StepSettings:
         """Return `change(table)` in place of each table."""
-        return StepSettings(change(self.defaults), list(map(change, self.by_override)))
+        return StepSettings(change(self.for_all), list(map(change, self.by_override)))
 
 
 class ParamGroup(NamedTuple):
@@ -140,13 +140,13 @@ class OptimizerConfig:
         # What follows.
         self.prototype = self._checked_prototype(schedules)
         values = {**self.prototype.defaults, "lr": self.lr}
-        self.defaults = ConfiguredSettings(_copied(values), schedules)  # for all parameters
+        self.for_all = ConfiguredSettings(_with_copied_tensors(values), schedules)
         self.by_override = [
-            ConfiguredSettings(_copied(extra), _scheduled(extra, ("lr",)))
+            ConfiguredSettings(_with_copied_tensors(extra), _scheduled(extra, ("lr",)))
             for extra in self.overrides.values()
         ]
         self.no_step_settings = StepSettings({}, [{} for _ in self.by_override])
-        tables = self.defaults, *self.by_override
+        tables = self.for_all, *self.by_override
         self.has_schedules = any([table.schedules for table in tables])
         tensors = [v for table in tables for v in table.values.values() if isinstance(v, Tensor)]
         self.settings_are_constant = not (self.has_schedules or self.in_state or tensors)
@@ -154,8 +154,8 @@ class OptimizerConfig:
         self.nonzero_for_slots = dict.fromkeys({"momentum", "dampening"} & {*self.in_state}, 0.5)
         # The number of a parameter's own steps is a part of its state, as in torch.
         formula = spec.formula
-        self.needs_step_count = formula is not None and any(
-            map(formula.needs_step_count, self.settings_for_slots())
+        self.needs_counts = formula is not None and any(
+            map(formula.needs_counts, self.settings_for_slots())
         )
         stored = {name: {**values, **schedules}[name] for name in self.in_state}
         # The numbers of a new state. That of a schedule is a factor.
@@ -177,9 +177,9 @@ class OptimizerConfig:
         """Return the settings from which slots are made: for all parameters, then those with each
         override alone.
         """
-        tables = self.defaults, *self.by_override
+        tables = self.for_all, *self.by_override
         return [
-            {**self.defaults.values, **table.values, **self.nonzero_for_slots} for table in tables
+            {**self.for_all.values, **table.values, **self.nonzero_for_slots} for table in tables
         ]
 
     def build_param_groups(
@@ -206,7 +206,7 @@ class OptimizerConfig:
         self, override_indices: tuple[int, ...], step_settings: StepSettings
     ) -> dict[str, Any]:
         """Return the settings of parameters to which these overrides apply."""
-        settings = {**self.defaults.values, **step_settings.defaults}
+        settings = {**self.for_all.values, **step_settings.for_all}
         for index in override_indices:
             settings |= self.by_override[index].values | step_settings.by_override[index]
         return settings
@@ -284,7 +284,7 @@ class OptimizerConfig:
             }
 
         by_override = [numbers(table, {}) for table in self.by_override]
-        return StepSettings(numbers(self.defaults, stored_settings(opt_state)), by_override)
+        return StepSettings(numbers(self.for_all, stored_settings(opt_state)), by_override)
 
     def _refuse_graph(self, name: str) -> None:
         if torch.is_grad_enabled() and not (self.differentiable or traced()):
@@ -361,7 +361,7 @@ def _scheduled(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
     return {name: settings[name] for name in names if is_scheduled(settings.get(name))}
 
 
-def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _with_copied_tensors(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {n: v.clone() if isinstance(v, Tensor) else v for n, v in settings.items()}
 
 

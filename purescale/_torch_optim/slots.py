@@ -107,13 +107,13 @@ class SlotSpec:
     ) -> dict[str, LeafSlots]:
         """Return the slots of each parameter before its first step."""
         slots = {
-            name: self._init_slots(params[name], group.settings)
+            name: self._slots_of(params[name], group.settings)
             for group in self._groups(params, step_settings)
             for name in group.names
         }
         return {name: slots[name] for name in params}
 
-    def _init_slots(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _slots_of(self, param: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
         if param.is_complex() and not self._config.spec.elementwise:
             raise ValueError(
                 f"{self._config.spec.name} was given a complex parameter "
@@ -127,7 +127,7 @@ class SlotSpec:
     ) -> list[ParamGroup]:
         """Return the groups with the settings from which slots are made."""
         rates = step_settings.map(lambda table: {n: v for n, v in table.items() if n == "lr"})
-        rates.defaults.update(self._config.nonzero_for_slots)
+        rates.for_all.update(self._config.nonzero_for_slots)
         return self._config.build_param_groups(tuple(params), rates)
 
     # ---- the check
@@ -161,7 +161,7 @@ class SlotSpec:
         expected = f"one number, {dtype} ()" if dtype else describe(param)
         if key != STEP and not self._formula.elementwise:
             # It may have other slots in other dimensions than 2.
-            new = self._formula.init_slots(param.detach(), self._config.defaults.values)[key]
+            new = self._formula.init_slots(param.detach(), self._config.for_all.values)[key]
             plain = not value.is_nested and value.layout is new.layout
             if plain and same_metadata(value, new):
                 return

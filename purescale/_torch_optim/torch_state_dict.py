@@ -94,7 +94,7 @@ def _current_groups(
     zero = torch.zeros_like(opt_state.applied)
     first = config.step_settings(opt_state._replace(applied=zero, iteration=zero))
     now, stored = config.step_settings(opt_state), stored_settings(opt_state)
-    defaults = _with_initial(config.defaults, now.defaults, first.defaults, stored)
+    defaults = _with_initial(config.for_all, now.for_all, first.for_all, stored)
     if initial_lr is not None:
         defaults["initial_lr"] = float(initial_lr)
     steps = zip(now.by_override, first.by_override, strict=True)
@@ -218,7 +218,7 @@ def read_state_dict(
         later = count.clamp(min=1).float()
         counts = {name: later * is_later for name, is_later in counts.items()}
     differ = any([bool(number.cpu() != count.cpu()) for number in counts.values()])
-    if config.needs_step_count and (differ or config.counts == "each"):
+    if config.needs_counts and (differ or config.counts == "each"):
         for name, number in counts.items():
             device = next((slot.device for slot in slots[name].values()), count.device)
             slots[name][STEP] = number.to(device)
@@ -343,7 +343,7 @@ def _read_stored(
         for index in dict.fromkeys([saved_params[name].group for name in group.names])
     ]
     for name in config.in_state:
-        key = f"initial_{name}" if name in config.defaults.schedules else name
+        key = f"initial_{name}" if name in config.for_all.schedules else name
         taken = [
             saved
             for group, saved in pairs

@@ -73,7 +73,7 @@ class UserClassOptimizer(ParamGroupOptimizer):
             )
         stepped = [new.to(params[name].dtype) for name, new in new_params.items()]
         new_slots = {
-            name: {key: _narrow(value, slots[name].get(key)) for key, value in leaf_slots.items()}
+            name: {key: _narrowed(value, slots[name].get(key)) for key, value in leaf_slots.items()}
             for name, leaf_slots in new_slots.items()
         }
         stepped, new_slots = copy_aliased((stepped, new_slots), ())
@@ -91,7 +91,7 @@ class UserClassOptimizer(ParamGroupOptimizer):
         config = self.config
         optimizer: Any = object.__new__(config.spec.cls)
         # Lists, dicts and tensors are copied: a step would change those of later steps.
-        vars(optimizer).update(pytree.map(_copied, vars(config.prototype)))
+        vars(optimizer).update(pytree.map(_copied_attribute, vars(config.prototype)))
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         for group in groups:
             present = [name for name in group.names if name in gradients]
@@ -110,9 +110,9 @@ class UserClassOptimizer(ParamGroupOptimizer):
         return slots | {name: as_tensors(state, name) for name, state in states.items()}
 
 
-def _copied(value: Any) -> Any:
+def _copied_attribute(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
 
 
-def _narrow(new: Tensor, old: Tensor | None) -> Tensor:
+def _narrowed(new: Tensor, old: Tensor | None) -> Tensor:
     return new.to(old.dtype) if old is not None and is_half(old) else new

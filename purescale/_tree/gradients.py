@@ -39,7 +39,7 @@ class Gradients(NamedTuple):
 
     tensor_list: TensorList  # of the tensors
     templates: Sequence[Any]  # leaves whose form results get, with None; no Partial placement
-    in_leaf_form: bool  # True if the templates are dense and real, so that tensors are leaves
+    tensors_are_leaves: bool  # True if the templates are dense and real, so that tensors are leaves
     pending: Pending = NOTHING_PENDING
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
 
@@ -57,7 +57,7 @@ class Gradients(NamedTuple):
     @property
     def are_sharded(self) -> bool:
         """True if one of them is the shard of a DTensor."""
-        return not self.in_leaf_form and dtensor.any_dtensor(self.templates)
+        return not self.tensors_are_leaves and dtensor.any_dtensor(self.templates)
 
     @property
     def factor_dtype(self) -> torch.dtype:
@@ -68,7 +68,7 @@ class Gradients(NamedTuple):
 
     def as_leaves(self, results: Sequence[Tensor]) -> list[Any]:
         """Return the results in the form of their leaves: complex, a DTensor, or None for None."""
-        if self.in_leaf_form:
+        if self.tensors_are_leaves:
             return list(results)
         remaining = iter(results)
         return [
@@ -82,7 +82,7 @@ class Gradients(NamedTuple):
         if tensor_list is self.tensor_list:
             return self
         templates = tensor_list.tensors
-        if not self.in_leaf_form:
+        if not self.tensors_are_leaves:
             present_templates = self.present_templates
             templates = [present_templates[index] for index in indices]
         return self._replace(tensor_list=tensor_list, templates=templates)

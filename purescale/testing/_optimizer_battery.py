@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._optim.opt_state import after_skip
 from .._optim.optimizer import Optimizer
-from .._step.optimizer_step import maybe_step
+from .._step.unscale_and_step import maybe_step
 from .._tree import pytree
 from .._tree.pytree import Tree
 from .._wrappers.master_weights import MasterState, master_weights

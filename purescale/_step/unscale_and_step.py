@@ -170,7 +170,7 @@ def unscale_and_step(
         params, scaled_grads, opt_state, scaler
     )
     check_scale(scale, params, grads.templates, "grads", grads.tensor_list)
-    if clip.clip_value is not None and not grads.in_leaf_form:
+    if clip.clip_value is not None and not grads.tensors_are_leaves:
         refuse_complex(params, grads.templates, "grads")
     may_write = MayWrite()
     if donate:
@@ -185,7 +185,7 @@ def unscale_and_step(
         amax=amax,
         group=group,
         norm_group=norm_group,
-        all_readable=prepared_step.facts.all_readable,
+        all_readable=prepared_step.known.all_readable,
     )
     stats = measure(grads, scale, stats_options)
     decision = decide(stats, clip, grads)

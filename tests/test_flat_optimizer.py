@@ -8,7 +8,7 @@ from helpers import Untouched, clone, same_bits, tensors
 from torch.testing import assert_close
 
 import purescale as ps
-from purescale._optim.optimizer import FlatOptimizer, as_flat_optimizer
+from purescale._optim.optimizer import FlatOptimizer, PreparedStep, as_flat_optimizer
 from purescale._optim.step_inputs import flatten_step
 from purescale._torch.tracing import as_on_an_accelerator, current_context
 from purescale._torch_optim import kernels
@@ -107,10 +107,10 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     has_masters = getattr(flat_optimizer, "wide_grads", False) or kind == "partition"
     unscaled = grads.apply_pending(wide=has_masters)
     inputs = flat_optimizer.plan_inputs(inputs)
-    applied = inputs.as_trees(*flat_optimizer.step_or_keep(inputs, unscaled))
-    expected = ps.select(overflow, old, applied)
-    arguments = inputs, grads, torch.tensor(overflow)
-    stepped = inputs.as_trees(*flat_optimizer.step_or_keep(*arguments, in_place=in_place))
+    prepared = PreparedStep([], inputs, known=None)
+    expected = ps.select(overflow, old, flat_optimizer.run_step(prepared, unscaled))
+    flag = torch.tensor(overflow)
+    stepped = flat_optimizer.run_step(prepared, grads, flag, in_place=in_place)
     if factor == 0.3:  # scale and factor are one division in a kernel
         assert_close(stepped, expected, rtol=1e-6, atol=1e-7)
     else:
@@ -123,8 +123,9 @@ def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
     inputs, grads, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
     with Untouched((params, state, grads.tensors)):
         inputs = flat_optimizer.plan_inputs(inputs)
-        flat_optimizer.step_or_keep(inputs, grads, torch.tensor(False))
-        flat_optimizer.step_or_keep(inputs, grads)
+        prepared = PreparedStep([], inputs, known=None)
+        flat_optimizer.run_step(prepared, grads, torch.tensor(False))
+        flat_optimizer.run_step(prepared, grads)
 
 
 class Raises(StepAlone):

@@ -21,6 +21,7 @@ from helpers import (
 from hypothesis import given
 
 import purescale as ps
+from purescale._torch.tracing import as_on_an_accelerator
 from purescale.testing import assert_optimizer, assert_pure
 
 SIZES = (5, 33, 300)
@@ -398,11 +399,18 @@ WRITES = {
         slots,
     ),
 }
+
+
+def skipped_without_a_read(optimizer, *trees):
+    with as_on_an_accelerator():
+        return ps.maybe_step(optimizer, *trees, True, donate=True)
+
+
 MODES = {
     "step": lambda optimizer, *trees: optimizer.step(*trees),
     "maybe_step": lambda optimizer, *trees: ps.maybe_step(optimizer, *trees, False),
     "donated": lambda optimizer, *trees: ps.maybe_step(optimizer, *trees, False, donate=True),
-    "skipped": lambda optimizer, *trees: ps.maybe_step(optimizer, *trees, True, donate=True),
+    "skipped": lambda optimizer, *trees: skipped_without_a_read(optimizer, *trees),
     "vmap": lambda optimizer, *trees: torch.vmap(optimizer.step)(*map(ps.stack_states, zip(trees))),
     "grad": lambda optimizer, params, *trees: torch.func.grad(
         lambda p: sum(map(torch.sum, optimizer.step(p, *trees)[0].values()))
@@ -420,6 +428,25 @@ def test_a_formula_that_writes_into_an_argument_is_refused_and_nothing_changes(w
         trees = params, clone(params), optimizer.init(params)
         with Untouched(trees), pytest.raises(RuntimeError, match=rf"wrote into {what};"):
             MODES[mode](optimizer, *trees)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_skipped_step_on_a_cpu_calls_no_formula_and_counts_an_iteration(donate):
+    calls = []
+
+    def step(param, grad, slots, settings, t):
+        calls.append(param)
+        return param - grad, slots
+
+    optimizer = ps.from_formula(
+        step, ("m",), True, lr=lambda t: 0.1 / (t + 1), schedule_by="iteration"
+    )
+    params = {"a": torch.ones(5), "b": torch.ones(33)}
+    old = clone((params, state := optimizer.init(params)))
+    new, new_state = ps.maybe_step(optimizer, params, clone(params), state, True, donate=donate)
+    assert calls == []
+    assert new_state.iteration == 1
+    assert same_bits((new, new_state._replace(iteration=old[1].iteration)), old)
 
 
 def test_a_formula_that_begins_to_write_later_is_refused_too():

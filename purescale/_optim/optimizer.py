@@ -211,9 +211,26 @@ class FlatOptimizer:
         *,
         in_place: bool = False,
     ) -> tuple[Tree, Tree]:
-        """Return `step_or_keep` in the trees of the arguments."""
+        """Return `step_or_keep` in the trees of the arguments. On a CPU, and if the first step may
+        add to the state, the flag of a skip is read, and the old state comes back without a step.
+        """
         inputs = prepared_step.inputs
+        if skip is not None and (self.may_add_slots or self._may_read(skip, inputs.context)):
+            if skip:
+                with self.grad_mode(inputs.context):
+                    old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
+                    leaves, structure = pytree.flatten(old)
+                    kept = select_leaves(True, leaves, leaves, in_place=in_place)
+                return inputs.as_trees(*structure.unflatten(kept))
+            skip = None
         return inputs.as_trees(*self.step_or_keep(inputs, grads, skip, in_place=in_place))
+
+    def _may_read(self, skip: Tensor, context: CallContext) -> bool:
+        """Return True if the host may read the flag of a skip: a graph would miss what it decides,
+        and its derivative is 0 in what a skipped step does not use.
+        """
+        is_plain = type(skip) is Tensor and skip.is_cpu  # a fake tensor has no value
+        return context.host_reads and is_plain and not self.differentiable
 
     def step_or_keep(
         self,
@@ -225,13 +242,9 @@ class FlatOptimizer:
     ) -> tuple[list[Tensor], Tree]:
         """Equal to `select(skip, (old params, after_skip(old state)), self.apply_step(inputs,
         grads.apply_pending(wide=self.wide_grads)))`. `skip` is None where the host knows that the
-        step is applied. With `in_place`, the caller guarantees that nobody else holds the tensors
-        of `inputs`: they may be overwritten.
+        step is applied, and if `may_add_slots`. With `in_place`, the caller guarantees that nobody
+        else holds the tensors of `inputs`: they may be overwritten.
         """
-        if skip is not None and self.may_add_slots:
-            if bool(skip):
-                return pytree.clone((inputs.params, after_skip(inputs.opt_state, in_place=False)))
-            skip = None
         with self.grad_mode(inputs.context):
             new = self.apply_step(inputs, self.grads_for_apply(inputs, grads, skip))
             if self.may_add_slots:

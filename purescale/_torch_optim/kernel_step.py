@@ -121,11 +121,10 @@ class KernelStep:
         return launches
 
     def can_run(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
-        """Return True if the kernel takes the values of this step. The host must be able to
-        read its settings, and the flag of a skip for a `ForLoopKernel`, which takes none. A rate on
-        an accelerator must be float32.
+        """Return True if the kernel takes the values of this step. The host must be able to read
+        its settings, and a rate on an accelerator must be float32.
         """
-        if skip is not None and not (self.kernel.takes_skip or host_can_read([skip])):
+        if skip is not None and not self.kernel.takes_skip:
             return False
         if self._config.settings_are_constant:
             return True
@@ -155,11 +154,6 @@ class KernelStep:
         num_params = len(inputs.params)
         grads = self.kernel.fold_factor(grads)
         state = structure.unflatten(leaves[num_params:])
-        # A kernel that takes no flag has one that can be read: `can_run` has asked.
-        if skip is not None and (not self.kernel.takes_skip or host_can_read([skip])):
-            if skip:
-                return leaves[:num_params], count_step(state, skip, in_place=True)
-            skip = None
         # The counts that kernels read are fresh: what raises, for want of memory, counts nothing.
         applied = state.applied + (1 if skip is None else ~skip)
         are_alike = inputs.param_list.shares_metadata(grads.tensor_list)

@@ -42,7 +42,7 @@ class FusedKernel:
     slot_conditions: Mapping[str, str]
     setting_names: tuple[str, ...]  # of the function, beside the rate
     reads_counts: bool = True  # it reads the number of the step
-    takes_skip: ClassVar[bool] = True  # the flag of a skip, which need not be read
+    takes_skip: ClassVar[bool] = True  # the flag of a skip that the host has not read
 
     def takes(self, params: TensorList, context: CallContext) -> bool:
         """Return True if it is right for these parameters: on an accelerator whose kernels unscale

@@ -14,6 +14,7 @@ from torch import Tensor
 from .._optim.opt_state import after_skip
 from .._optim.optimizer import Optimizer
 from .._step.unscale_and_step import maybe_step
+from .._torch.tracing import as_on_an_accelerator
 from .._tree import pytree
 from .._tree.pytree import Tree
 from .._wrappers.master_weights import MasterState, master_weights
@@ -221,9 +222,15 @@ class _OptimizerBattery(Battery):
         self.check_bits("found_inf", expected, "that of step", applied, *self.calls[-1])
 
     def maybe_step(self, bad: bool) -> Callable[..., Any]:
-        return lambda params, grads, state: maybe_step(
-            self.subject, params, grads, state, torch.tensor(bad)
-        )
+        """Return a function that makes or skips a step, without reading the flag, as on an
+        accelerator.
+        """
+
+        def call(params: Tree, grads: Tree, state: Tree) -> tuple[Tree, Tree]:
+            with as_on_an_accelerator():
+                return maybe_step(self.subject, params, grads, state, torch.tensor(bad))
+
+        return call
 
     def round_trip(self) -> None:
         params, grads, state = self.calls[-1]

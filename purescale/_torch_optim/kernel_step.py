@@ -18,10 +18,7 @@ from .._torch.dtypes import to_device
 from .._torch.foreach import same_memory_order
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read
-from .._torch_optim.kernels import (
-    Kernel,
-    KernelCall,
-)
+from .._torch_optim.kernels import Kernel, KernelCall
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._torch_optim.slots import STEP, SlotLists, slot_lists_of
 from .._tree.gradients import Gradients

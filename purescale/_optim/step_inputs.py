@@ -20,14 +20,6 @@ from .._tree.matching import check_names, check_parameters, flatten_grads, refus
 from .._tree.pytree import FlatTree, Leaves, Tree
 
 
-class Position(NamedTuple):
-    """The position of a piece within its parameter."""
-
-    leaf: int  # the index among all leaves, counting None
-    start: int  # the number of elements of this rank's part before the piece
-    dtensor: Any  # the DTensor that this rank has a part of, or None
-
-
 class OptimizerTraits(Protocol):
     """What decides which tensors an optimizer is given, as in `FlatOptimizer`."""
 
@@ -47,7 +39,7 @@ class StepInputs(NamedTuple):
     state_structure: Any = None  # of the state, if `leaves_if_dense` is there
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
-    piece_positions: list[Position] | None = None  # if these are a piece of a larger step
+    piece_positions: Any = None  # of a piece of a larger step, for the wrapper that makes it
     plan: Any = None  # what `FlatOptimizer.plan` returned
     step_settings: Any = None  # what `FlatOptimizer.step_settings` returned
 
@@ -131,16 +123,6 @@ class StepInputs(NamedTuple):
         pairs = [(g, p.dtype) for g, p in zip(leaves, self.params, strict=True) if g is not None]
         remaining = iter(foreach.cast([g for g, _ in pairs], [dtype for _, dtype in pairs]))
         return [None if leaf is None else next(remaining) for leaf in leaves]
-
-    @property
-    def positions(self) -> list[Position]:
-        """The position of each parameter's elements."""
-        if self.piece_positions is not None:
-            return self.piece_positions
-        return [
-            Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
-            for index, leaf in zip(self.layout.leaf_indices, self.global_params, strict=True)
-        ]
 
     @property
     def trees(self) -> tuple[Tree, Tree]:

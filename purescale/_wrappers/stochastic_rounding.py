@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.optimizer import Optimizer
-from .._optim.step_inputs import Position, StepInputs
+from .._optim.step_inputs import StepInputs
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import HALF, is_half, rounded_on_bits, send_once
@@ -21,7 +21,7 @@ from .._tree.hints import document_fields
 from .._tree.leaves import unsupported_reason
 from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import checked_whole
-from .._wrappers.wrapper import Wrapper, checked_state, on_shards
+from .._wrappers.wrapper import Position, Wrapper, checked_state, on_shards, positions_of
 
 
 @outside_autocast()
@@ -292,7 +292,7 @@ class RoundingOptimizer(Wrapper):
         self, inputs: StepInputs, params: list[Tensor], state: Tree
     ) -> tuple[list[Tensor], Tree]:
         """Round the parameters that were half."""
-        applied, positions = inputs.opt_state.applied, inputs.positions
+        applied, positions = inputs.opt_state.applied, positions_of(inputs)
         count = 1 + max([position.leaf for position in positions], default=0)
         dice = Dice.of(self._seed, applied, count)
         results, old = list(params), inputs.params

@@ -197,6 +197,22 @@ class Wrapper(FlatOptimizer):
             )
 
 
+class Position(NamedTuple):
+    """The position of a piece within its parameter."""
+
+    leaf: int  # the index among all leaves, counting None
+    start: int  # the number of elements of this rank's part before the piece
+    dtensor: Any  # the DTensor that this rank has a part of, or None
+
+
+def positions_of(inputs: StepInputs) -> list[Position]:
+    """Return the position of each parameter's elements."""
+    if inputs.piece_positions is not None:
+        return cast(list[Position], inputs.piece_positions)
+    pairs = zip(inputs.layout.leaf_indices, inputs.global_params, strict=True)
+    return [Position(n, 0, leaf if dtensor.is_dtensor(leaf) else None) for n, leaf in pairs]
+
+
 Cut = dict[int, slice]  # by the index of a parameter: its elements in a piece
 
 
@@ -242,7 +258,7 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
 
 def _inputs_of_pieces(inputs: StepInputs, cuts: list[Cut]) -> list[StepInputs]:
     """Return the inputs of each piece, which share the memory of `inputs`."""
-    positions, pieces = inputs.positions, []
+    positions, pieces = positions_of(inputs), []
     for cut in cuts:
         starts = [(positions[n], span.start) for n, span in cut.items()]
         piece = StepInputs(

@@ -211,8 +211,8 @@ class FlatOptimizer:
         *,
         in_place: bool = False,
     ) -> tuple[Tree, Tree]:
-        """Return `step_or_keep` in the trees of the arguments. On a CPU, and if the first step may
-        add to the state, the flag of a skip is read, and the old state comes back without a step.
+        """Return `step_or_keep` in the trees of the arguments. Where `skip` may be read (or must,
+        because the first step may add to the state), a skipped step returns the old state at once.
         """
         inputs = prepared_step.inputs
         if skip is not None and (self.may_add_slots or self._may_read(skip, inputs.context)):
@@ -226,8 +226,8 @@ class FlatOptimizer:
         return inputs.as_trees(*self.step_or_keep(inputs, grads, skip, in_place=in_place))
 
     def _may_read(self, skip: Tensor, context: CallContext) -> bool:
-        """Return True if the host may read the flag of a skip: a graph would miss what it decides,
-        and its derivative is 0 in what a skipped step does not use.
+        """Return True if the host may read the flag of a skip: it is on a CPU, in eager mode. What
+        a skipped, differentiable step does not use has a derivative of 0, so it is made.
         """
         is_plain = type(skip) is Tensor and skip.is_cpu  # a fake tensor has no value
         return context.host_reads and is_plain and not self.differentiable

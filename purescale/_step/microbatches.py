@@ -206,7 +206,7 @@ def _window_of_several(
         losses.append(out.loss)
         aux += tuple(out.aux)
         del out, microbatch  # so that the next ones reuse their memory
-    return _window_result(mean, losses, buffers, aux, reduction, buffers_to_reduce)
+    return _finish_window(mean, losses, buffers, aux, reduction, buffers_to_reduce)
 
 
 # Functions in a window, each of which makes a microbatch when its turn comes. Other objects may be
@@ -232,7 +232,7 @@ def _make_microbatch(
     return microbatch
 
 
-def _window_result(
+def _finish_window(
     mean: WindowMean,
     losses: list[Tensor],
     buffers: Leaves,

@@ -3,7 +3,8 @@ one leaf, a class of a user's own.
 
 from_torch       an optimizer from a class of torch.optim, or of a user's
 from_formula     an optimizer from the mathematics of one leaf
-param_groups     the optimizers of both, but for a user's class: their state, the plan of a step
+param_groups     the base of these optimizers: their state, state dicts; the plan of a step by a
+                 kernel or a formula
 settings         numbers and constants, for all parameters and by override (in_state: those that a
                  state holds; schedule: functions of a count)
 kernel_step      a step by launches of torch's kernels (kernels); of many tensors in a trace

@@ -151,16 +151,23 @@ class KernelStep:
         num_params = len(inputs.params)
         grads = self.kernel.fold_factor(grads)
         state = structure.unflatten(leaves[num_params:])
-        # The counts that kernels read are fresh: what raises, for want of memory, counts nothing.
+        # The counts that kernels read are fresh, those of the leaves are written after each launch:
+        # what raises, for want of memory, counts nothing.
         applied = state.applied + (1 if skip is None else ~skip)
         are_alike = inputs.param_list.shares_metadata(grads.tensor_list)
-        grads_match_params = plan.leaves_fit_kernel and are_alike
         counted = list(leaves)
         for launch in plan.launches:
             add_to_counts(counted, launch.count_indices, skip)
-        operands = counted, applied, grads, step_settings, grads_match_params
+        calls = self.calls(
+            plan.launches,
+            counted,
+            applied,
+            grads,
+            step_settings,
+            grads_match_params=plan.leaves_fit_kernel and are_alike,
+        )
         with torch.no_grad():
-            for launch, call in self.calls(plan.launches, *operands):
+            for launch, call in calls:
                 self.kernel.update(call, skip)
                 add_to_counts(leaves, launch.count_indices, skip, in_place=True)
         return leaves[:num_params], count_step(state, skip, in_place=True)
@@ -188,8 +195,16 @@ class KernelStep:
                 if device not in t_by_device:
                     t_by_device[device] = applied.to(device, torch.float32)
                 counts = [t_by_device[device]]
-            operands = params, slots, grads.picked(launch.grad_indices), counts
-            yield launch, KernelCall(function, settings, *operands, grads_match_params)
+            call = KernelCall(
+                function,
+                settings,
+                params,
+                slots,
+                grads=grads.picked(launch.grad_indices),
+                counts=counts,
+                grads_match_params=grads_match_params,
+            )
+            yield launch, call
 
 
 def writable_leaves(

@@ -37,7 +37,7 @@ _FULL_PRECISION = {torch.float32, torch.float64}
 class FusedKernel:
     """One of torch's fused kernels: it unscales, skips and updates a list in one pass, in place."""
 
-    name: str  # torch's
+    name: str  # torch's; "adam" is that of AdamW too
     # of each slot that it updates, in its order, the setting that makes it; "" if it always exists
     slot_conditions: Mapping[str, str]
     setting_names: tuple[str, ...]  # of the function, beside the rate

@@ -66,9 +66,10 @@ def train_step(
     guard: Guard[Any] | None = None,
     window_size: int | None = None,
 ) -> tuple[TrainState[TreeT, StateT], StepInfo]:
-    """Equal, for one microbatch and `s = state`, to the code below. Syncs with the host only if
-    `max_retries` is above 0, over a `group` whose ranks meet on a CPU, or on an accelerator with an
-    optimizer whose first step may add to its state, as a class of your own in `from_torch`.
+    """Equal, for one microbatch, `s = state` and a step that only an overflow may skip, to the code
+    below. Syncs with the host only if `max_retries` is above 0, over a `group` whose ranks meet on
+    a CPU, or on an accelerator with an optimizer whose first step may add to its state, as a class
+    of your own in `from_torch`.
 
         scaled = lambda params: scale_loss(s.scaler, loss_fn(params, s.buffers, microbatch)[0])
         out = unscale_and_step(optimizer, s.scaler, s.params, grad(scaled)(s.params),

@@ -25,6 +25,7 @@ from .._torch_optim.kernel_step import (
     writable_leaves,
 )
 from .._torch_optim.kernels import (
+    BOOLEAN_SETTINGS,
     FUSED_KERNELS,
     FusedKernel,
     KernelCall,
@@ -165,9 +166,6 @@ def _writable_slot_lists(inputs: StepInputs, *, in_place: bool) -> tuple[list[Te
 # ---- the operator --------------------------------------------------------------------------------
 
 
-_BOOLEANS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
-
-
 def _update_targets(
     targets: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -187,14 +185,18 @@ def _update_targets(
         if skip:
             return
         skip = None
-    params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
-    slots += [[]] * (len(kernel.slot_conditions) - len(slots))  # only the last one may not exist
     lr_number, *others = float_args
     settings: dict[str, Any] = {
-        key: bool(number) if key in _BOOLEANS else number
+        key: bool(number) if key in BOOLEAN_SETTINGS else number
         for key, number in zip(kernel.setting_names, others, strict=True)
     }
     settings["lr"] = lr_number if lr is None else lr
+    columns = iter([list(targets[at : at + count]) for at in range(0, len(targets), count)])
+    params = next(columns)
+    slots = [
+        next(columns) if not setting or settings[setting] else []
+        for setting in kernel.slot_conditions.values()
+    ]
     gradients = kernel.fold_factor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
     operands = params, slots, gradients, list(counts)
     with torch.no_grad():

@@ -36,7 +36,7 @@ class LaunchPlan(NamedTuple):
     count_indices: list[int]  # of the steps of each; empty if one count is for all
     grad_indices: list[int]  # among the gradients
     pick: Callable[[list[Any]], list[list[Any]]]  # returns the leaves of each column
-    function: Callable[..., None]  # with the settings of the group; a step may have others
+    function: Callable[..., None]  # with the settings of the group, if these are constant
 
 
 class ParamGroupPlan(NamedTuple):

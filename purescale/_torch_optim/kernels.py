@@ -169,6 +169,8 @@ def keyword_arguments(settings: Settings, names: Sequence[str]) -> dict[str, Any
     return {name: settings[name] for name in names}
 
 
+# The settings of fused kernels that are not numbers.
+BOOLEAN_SETTINGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
 _ADAM = ("beta1", "beta2", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
 _MOMENTS = {"exp_avg": "", "exp_avg_sq": ""}
 _FUSED: dict[Any, FusedKernel] = {
@@ -219,7 +221,7 @@ def kernel_for(config: OptimizerConfig) -> Kernel | None:
     ruled_out = (
         # torch's own class runs no fused kernel then
         is_fused and flags != {None} and not config.arguments.get("fused"),
-        config.differentiable and not config.arguments.get("fused"),
+        config.differentiable,
         # it cannot tell a parameter's first step
         config.needs_counts and config.spec.formula.makes_buffer_in_first_step,
         # with momentum 0 it does not update the buffer, which a later momentum needs

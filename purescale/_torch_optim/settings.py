@@ -94,7 +94,7 @@ class ParamGroup(NamedTuple):
     indices: list[int]  # of its parameters
     names: list[str]
     override_indices: tuple[int, ...]  # that match them, or a single one with the same settings
-    settings: dict[str, Any]  # complete
+    settings: dict[str, Any]  # complete; of a scheduled one the function
 
 
 class OptimizerConfig:

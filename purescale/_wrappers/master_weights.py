@@ -15,7 +15,7 @@ from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import is_half, saturating
-from .._torch.tracing import host_can_read, traced
+from .._torch.tracing import host_can_read
 from .._tree import pytree
 from .._tree.hints import document_fields
 from .._tree.leaves import describe
@@ -307,7 +307,8 @@ class MasterOptimizer(Wrapper):
         rest, halves = inputs.layout.flatten_up_to(state.rest), _of_dtype(params, torch.bfloat16)
         for index in _of_dtype(params, torch.float16):
             params[index] = rest[index]
-        joined = _join([params[n] for n in halves], [rest[n] for n in halves])
+        rows = [params[n] for n in halves], [rest[n] for n in halves]
+        joined = _join(*rows, traced=inputs.context.traced)
         for index, master in zip(halves, joined, strict=True):
             params[index] = master
         return inputs.with_params_and_state(params, state.inner)
@@ -320,7 +321,7 @@ class MasterOptimizer(Wrapper):
         rest = inputs.layout.flatten_up_to(inputs.opt_state.rest)
         halves = _of_dtype(old, torch.bfloat16)
         masters = [params[index] for index in halves]
-        if traced() or any_dtensor(masters):
+        if inputs.context.traced or any_dtensor(masters):
             pairs = list(map(_split, masters))
         else:
             pairs = [(torch.empty_like(old[n]), torch.empty_like(rest[n])) for n in halves]
@@ -338,9 +339,9 @@ def _of_dtype(params: list[Tensor], dtype: torch.dtype) -> list[int]:
     return [index for index, param in enumerate(params) if param.dtype is dtype]
 
 
-def _join(params: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
+def _join(params: list[Tensor], rest: list[Tensor], *, traced: bool) -> list[Tensor]:
     """Return `_joined` of each, in one buffer unless traced or sharded. The step overwrites it."""
-    if traced() or any_dtensor(params):
+    if traced or any_dtensor(params):
         # inductor cannot write a step into a view of another dtype, and removes a clone.
         # Subtracting 0.0 keeps every number and makes a new tensor.
         return [on_shards(_joined, *pair) - 0.0 for pair in zip(params, rest, strict=True)]

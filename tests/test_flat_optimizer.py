@@ -106,7 +106,7 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     old = clone((params, state))
     has_masters = getattr(flat_optimizer, "wide_grads", False) or kind == "partition"
     unscaled = grads.apply_pending(wide=has_masters)
-    inputs = flat_optimizer.plan_inputs(inputs)
+    inputs = flat_optimizer.with_plan(inputs)
     prepared = PreparedStep([], inputs, known=None)
     expected = ps.select(overflow, old, flat_optimizer.run_step(prepared, unscaled))
     flag = torch.tensor(overflow)
@@ -122,7 +122,7 @@ def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
     flat_optimizer = as_flat_optimizer(OPTIMIZERS[kind])
     inputs, grads, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
     with Untouched((params, state, grads.tensors)):
-        inputs = flat_optimizer.plan_inputs(inputs)
+        inputs = flat_optimizer.with_plan(inputs)
         prepared = PreparedStep([], inputs, known=None)
         flat_optimizer.run_step(prepared, grads, torch.tensor(False))
         flat_optimizer.run_step(prepared, grads)
@@ -158,7 +158,7 @@ class Descent(FlatOptimizer):
         return {}
 
     def apply_step(self, inputs, grads):
-        pairs = zip(inputs.params, inputs.grads_like_params(grads), strict=True)
+        pairs = zip(inputs.params, inputs.grads_of_params(grads), strict=True)
         return [p.clone() if g is None else p - 0.5 * g for p, g in pairs], {}
 
 

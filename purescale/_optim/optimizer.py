@@ -140,7 +140,7 @@ class FlatOptimizer:
         """The `KnownStep` of steps with this optimizer."""
         return TreeCache()
 
-    def plan_inputs(self, inputs: StepInputs) -> StepInputs:
+    def with_plan(self, inputs: StepInputs) -> StepInputs:
         """Return the inputs with the plan and the settings of their step."""
         plan, step_settings = self.plan(inputs), self.step_settings(inputs.opt_state)
         return inputs._replace(plan=plan, step_settings=step_settings)
@@ -173,7 +173,7 @@ class FlatOptimizer:
         # checked in each step.
         can_keep = inputs.context.reuses_plans and all([x.dense_without_history for x in lists])
         can_keep = can_keep and are_real_floating(inputs.param_list.dtypes)
-        inputs = self.plan_inputs(inputs)
+        inputs = self.with_plan(inputs)
         writable = can_keep and all(
             [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
         )
@@ -314,7 +314,7 @@ class AdaptedOptimizer(FlatOptimizer):
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         old = inputs.trees
-        trees = old[0], inputs.layout.unflatten(inputs.grads_like_params(grads)), old[1]
+        trees = old[0], inputs.layout.unflatten(inputs.grads_of_params(grads)), old[1]
         stepped = self.optimizer.step(*trees)
         before, after = (old[0], stepped[0]) if self.may_add_slots else (old, stepped)
         matching_leaves(before, after, "old", "new")

@@ -110,7 +110,7 @@ class StepInputs(NamedTuple):
             leaves = list(map(dtensor.redistribute_like, leaves, params))
         return as_gradients(leaves)
 
-    def grads_like_params(self, grads: Gradients) -> list[Tensor | None]:
+    def grads_of_params(self, grads: Gradients) -> list[Tensor | None]:
         """Return the gradients in the form of the parameters: shards if these are."""
         leaves = grads.leaves
         if self.global_trees is not None:
@@ -119,7 +119,7 @@ class StepInputs(NamedTuple):
 
     def grads_in_param_dtypes(self, grads: Gradients) -> list[Tensor | None]:
         """Return the gradients in the form and in the dtypes of the parameters."""
-        leaves = self.grads_like_params(grads)
+        leaves = self.grads_of_params(grads)
         pairs = [(g, p.dtype) for g, p in zip(leaves, self.params, strict=True) if g is not None]
         remaining = iter(foreach.cast([g for g, _ in pairs], [dtype for _, dtype in pairs]))
         return [None if leaf is None else next(remaining) for leaf in leaves]

@@ -279,10 +279,10 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
 
 def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
     if not isinstance(optimizer, AdaptedOptimizer):
-        return optimizer.step_or_keep(optimizer.plan_inputs(inputs), grads)[0]
+        return optimizer.step_or_keep(optimizer.with_plan(inputs), grads)[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees
-    grad_tree = inputs.layout.unflatten(inputs.grads_like_params(grads))
+    grad_tree = inputs.layout.unflatten(inputs.grads_of_params(grads))
     return inputs.layout.flatten_up_to(optimizer.optimizer.step(params, grad_tree, opt_state)[0])
 
 

@@ -48,11 +48,11 @@ class _KernelStepInTrace(KernelStep):
 
     kernel: FusedKernel
 
-    def can_run(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+    def takes_values(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the kernel takes the values of this step, and one opaque operator may
         stand for it.
         """
-        if not super().can_run(inputs, grads, skip):
+        if not super().takes_values(inputs, grads, skip):
             return False
         numbers = [value for table in inputs.step_settings.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
@@ -63,11 +63,11 @@ class _KernelStepInTrace(KernelStep):
 class KernelStepInJit(_KernelStepInTrace):
     """The step in a graph of operators, as `jit` records it: each launch is one operator."""
 
-    def can_run(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+    def takes_values(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the operator takes the values of this step. It returns slots as they are
         laid out, and the kernel walks them as the parameter.
         """
-        if not super().can_run(inputs, grads, skip):
+        if not super().takes_values(inputs, grads, skip):
             return False
         leaves, _ = inputs.leaves_and_state_structure()
         pairs = inputs.plan.param_slot_pairs

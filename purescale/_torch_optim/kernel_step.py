@@ -117,7 +117,7 @@ class KernelStep:
                 launches.append(LaunchPlan(group, columns, counts, with_grad, pick, function))
         return launches
 
-    def can_run(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+    def takes_values(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the kernel takes the values of this step. The host must be able to read
         its settings, and a rate on an accelerator must be float32.
         """

@@ -44,7 +44,7 @@ class FusedKernel:
     reads_counts: bool = True  # it reads the number of the step
     takes_skip: ClassVar[bool] = True  # the flag of a skip that the host has not read
 
-    def takes(self, params: TensorList, context: CallContext) -> bool:
+    def takes_tensors(self, params: TensorList, context: CallContext) -> bool:
         """Return True if it is right for these parameters: on an accelerator whose kernels unscale
         and skip; on a CPU only in float32 and float64, because in half precision it leaves whole
         vector lanes unchanged.
@@ -131,7 +131,7 @@ class ForLoopKernel:
     reads_counts: ClassVar[bool] = True
     takes_skip: ClassVar[bool] = False
 
-    def takes(self, params: TensorList, context: CallContext) -> bool:
+    def takes_tensors(self, params: TensorList, context: CallContext) -> bool:
         """Return True if it may step these parameters in place of the formula."""
         readable = context.host_reads and params.are_on_cpu and are_comparable(params.tensors)
         return readable and params.dtypes <= _FULL_PRECISION

@@ -220,7 +220,7 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         self.slot_spec.check(slot_lists_of(inputs.opt_state, inputs.layout), params)
         if self.config.needs_counts and not has_counts(inputs.opt_state):
             _check_counts(self.config, inputs.layout)
-        if self.kernel is None or not self.kernel.takes(inputs.param_list, inputs.context):
+        if self.kernel is None or not self.kernel.takes_tensors(inputs.param_list, inputs.context):
             return ParamGroupPlan(groups)
         if not inputs.context.traced:
             return self._kernel_step.plan(inputs, groups)
@@ -237,7 +237,7 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step, by a kernel if one can make or skip it."""
         kernel_step = inputs.plan.kernel_step
-        if kernel_step is not None and kernel_step.can_run(inputs, grads, skip):
+        if kernel_step is not None and kernel_step.takes_values(inputs, grads, skip):
             return kernel_step(inputs, grads, skip, in_place=in_place)
         return super().step_or_keep(inputs, grads, skip, in_place=in_place)
 

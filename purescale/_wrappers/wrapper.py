@@ -275,7 +275,7 @@ def _inputs_of_pieces(inputs: StepInputs, cuts: list[Cut]) -> list[StepInputs]:
 
 def _grads_of_piece(inputs: StepInputs, grads: Gradients, cut: Cut) -> Gradients:
     """Return the gradients of a piece, which share the memory of `grads`."""
-    leaves = inputs.grads_like_params(grads)
+    leaves = inputs.grads_of_params(grads)
     parts = [_cut(leaves[n], inputs.params[n], span) for n, span in cut.items()]
     return as_gradients(parts, grads.pending, owned=grads.owned)
 

@@ -153,14 +153,14 @@ class FlatOptimizer:
             return None
         if (kept := self.cache.find(context, trees)) is None:
             return None
-        flat_trees, known = kept
+        flat_trees, known_step = kept
         params, opt_state = flat_trees[:2]
         inputs = StepInputs.of_dense(
-            context, known.layout, params, opt_state, known.leaves_metadata
+            context, known_step.layout, params, opt_state, known_step.leaves_metadata
         )
         step_settings = self.step_settings(opt_state.tree)
-        inputs = inputs._replace(plan=known.plan, step_settings=step_settings)
-        return PreparedStep(flat_trees, inputs, known)
+        inputs = inputs._replace(plan=known_step.plan, step_settings=step_settings)
+        return PreparedStep(flat_trees, inputs, known_step)
 
     def prepare_step(
         self, trees: list[FlatTree], inputs: StepInputs, *, keep: bool = True
@@ -179,10 +179,10 @@ class FlatOptimizer:
         )
         readable = can_keep and inputs.context.host_reads and not self.differentiable
         readable = readable and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
-        known = KnownStep(inputs.layout, inputs.plan, ListMetadata(), writable, readable)
+        known_step = KnownStep(inputs.layout, inputs.plan, ListMetadata(), writable, readable)
         if can_keep and keep and self.is_cached:
-            self.cache.keep(inputs.context, trees, known)
-        return PreparedStep(trees, inputs, known)
+            self.cache.keep(inputs.context, trees, known_step)
+        return PreparedStep(trees, inputs, known_step)
 
     def find_or_prepare_step(
         self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree

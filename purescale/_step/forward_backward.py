@@ -19,10 +19,7 @@ from .._step.backward import (
     with_zeros,
 )
 from .._torch import donation, dtensor, private
-from .._torch.tracing import (
-    CallContext,
-    refuse_graph_end,
-)
+from .._torch.tracing import CallContext, refuse_graph_end
 from .._tree import pytree
 from .._tree.aliasing import detach_and_unalias
 from .._tree.leaves import are_plain_dense, versions

@@ -14,10 +14,7 @@ from .._optim.param_layout import ParamLayout
 from .._step.forward_backward import ForwardBackward, LossFn, check_form, check_unwritten
 from .._torch import donation
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import (
-    CallContext,
-    current_context,
-)
+from .._torch.tracing import CallContext, current_context
 from .._tree import pytree
 from .._tree.cache import TreeCache
 from .._tree.hints import hint_keywords

@@ -108,8 +108,8 @@ def may_be_opaque(*lists: Sequence[Tensor]) -> bool:
 
 
 class CallContext(NamedTuple):
-    """Where a step runs. It is asked at the start, and the step carries the answers: another thread
-    may change that of `traced`, because torch keeps some of it for the whole process.
+    """The place in which a step runs, asked at its start and carried by it: another thread may
+    change the answer of `traced`, because torch keeps some of it for the whole process.
     """
 
     traced: bool = False  # as `traced`; all others are False then
@@ -121,7 +121,7 @@ class CallContext(NamedTuple):
 
 
 def current_context() -> CallContext:
-    """Return where a call runs. Plans are not found again under a transform, a compiler and
+    """Return the context of a call. No plan is found again under a transform, a compiler and
     inference mode, and inside of `whole_graph`.
     """
     if traced():

@@ -37,9 +37,10 @@ def read_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
     return map_numbers(lambda value: value.item() if isinstance(value, Tensor) else value, settings)
 
 
-# A rate that is not in the state may share a parameter's memory, which the kernel overwrites.
 def copied_number(number: Any) -> Any:
-    """Return a number, in memory of its own if it is a tensor."""
+    """Return a number, in memory of its own if it is a tensor: a rate that is not in the state may
+    share a parameter's memory, which a kernel overwrites.
+    """
     return number.clone() if isinstance(number, Tensor) else number
 
 

@@ -81,7 +81,8 @@ class KernelStep:
             pair
             for launch in launches
             for slots in launch.columns[1:]
-            for pair in zip(launch.columns[0], slots, strict=False)
+            if slots
+            for pair in zip(launch.columns[0], slots, strict=True)
         ]
         dense = inputs.leaves_if_dense
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad

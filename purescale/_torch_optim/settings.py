@@ -22,7 +22,13 @@ from .._optim.opt_state import OptState, stored_settings
 from .._torch import private
 from .._torch.dtypes import to_device
 from .._torch.tracing import traced
-from .._torch_optim.in_state import as_float32, check_stored, is_float_scalar, map_numbers
+from .._torch_optim.in_state import (
+    as_float32,
+    check_stored,
+    copied_number,
+    is_float_scalar,
+    map_numbers,
+)
 from .._torch_optim.schedule import (
     ScheduleBy,
     check_scheduled,
@@ -362,7 +368,7 @@ def _scheduled(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
 
 
 def _with_copied_tensors(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {n: v.clone() if isinstance(v, Tensor) else v for n, v in settings.items()}
+    return {name: copied_number(value) for name, value in settings.items()}
 
 
 def _is_count(leaf: Any) -> bool:

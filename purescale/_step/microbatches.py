@@ -169,7 +169,6 @@ def _window_of_several(
     buffers_to_reduce: Leaves,
 ) -> WindowResult:
     """Return the mean over several microbatches, or over those of a group."""
-    pending = Pending(divisor=forward_backward.scale)
     mean = WindowMean(options, weights, forward_backward)
     reduction, adds_as_made = start_reduction(mean, buffers_to_reduce), mean.adds_as_made
     buffers, last = forward_backward.flat_buffers.leaves, len(microbatches) - 1
@@ -193,11 +192,7 @@ def _window_of_several(
                 out = checkpoint(forward_backward, buffers, microbatch, use_reentrant=False)
             else:
                 out = forward_backward(buffers, microbatch, take_ownership=first)
-            grads = as_gradients(
-                out.grads, pending, params=forward_backward.flat_params.tensor_list
-            )
-            updates_buffers = mean.add(index, grads)
-            del grads
+            updates_buffers = mean.add(index, out.grads)
         # If a microbatch is dropped, what it did to the buffers is too.
         if isinstance(updates_buffers, Tensor):
             buffers = select_leaves(~updates_buffers, buffers, out.buffers)

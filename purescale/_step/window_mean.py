@@ -16,9 +16,9 @@ from .._torch import donation
 from .._torch.dtypes import wide_dtype
 from .._torch.foreach import multiply_by_number_, weighted_sum
 from .._torch.private import listops
-from .._torch.tensor_list import TensorList
 from .._tree.gradients import NOTHING_PENDING, Gradients, Pending, as_gradients
 from .._tree.leaves import as_dense_real
+from .._tree.pytree import Leaves
 
 # The mean number of elements of a gradient above which it pays to add each one as it is made: that
 # saves memory for all gradients, and costs a call for each.
@@ -42,6 +42,7 @@ class WindowMean:
         self.options = options
         self.weights, self.forward_backward = weights, forward_backward
         self.scale, self.in_place = forward_backward.scale, forward_backward.detaches
+        self.pending = Pending(divisor=self.scale)
         self.stays_scaled = options.on_nonfinite == "drop_window"
         self.sums: list[Any] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled
@@ -76,10 +77,12 @@ class WindowMean:
             new = [as_dense_real(donation.take_ownership(gradient)[0])]
             self.sums[tensor_index] = self.with_share(None, new, index)[0]
 
-    def add(self, index: int, grads: Gradients) -> bool | Tensor:
+    def add(self, index: int, leaves: Leaves) -> bool | Tensor:
         """Add the gradients of a microbatch to the mean. Return True if it counts for the
         buffers.
         """
+        params = self.forward_backward.flat_params.tensor_list
+        grads = as_gradients(leaves, self.pending, params=params)
         is_counted = self.weights.is_counted[index]
         if self.options.max_retries or not self.stays_scaled:
             self.overflows.append(measure(grads, self.scale).overflow)
@@ -110,12 +113,13 @@ class WindowMean:
 
     def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
-        sums, pending, source = self.sums, Pending(divisor=self.scale), self.forward_backward
+        sums, pending, source = self.sums, self.pending, self.forward_backward
         if self.accum is not None:
             sums, pending = self.accum.grads, NOTHING_PENDING
         elif sums is None:
             present = source.present_params
             zeros = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in present]
             sums = as_gradients(zeros).tensors
-        form = source.flat_params.leaves, source.tensors_are_leaves
-        return Gradients(TensorList(sums), *form, pending, owned=self.in_place)
+        params = source.flat_params
+        mean = as_gradients(sums, pending, owned=self.in_place, params=params.tensor_list)
+        return mean._replace(templates=params.leaves, tensors_are_leaves=source.tensors_are_leaves)

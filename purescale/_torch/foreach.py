@@ -393,7 +393,7 @@ def multiply_by_number_(tensors: Sequence[Tensor], number: float) -> None:
     """
     operand: float | Tensor = number
     dtypes = {tensor.dtype for tensor in tensors}
-    if dtypes in ({torch.float32}, {torch.float64}) and host_can_read(tensors):
+    if dtypes in ({torch.float32}, {torch.float64}) and all([tensor.is_cpu for tensor in tensors]):
         operand = torch.full((), number, dtype=dtypes.pop(), device="cpu")
     listops.mul_(tensors, operand)
 

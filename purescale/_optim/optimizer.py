@@ -156,10 +156,10 @@ class FlatOptimizer:
         flat_trees, known_step = kept
         params, opt_state = flat_trees[:2]
         inputs = StepInputs.of_dense(
-            context, known_step.layout, params, opt_state, known_step.leaves_metadata
+            *(context, known_step.layout, params, opt_state, known_step.leaves_metadata),
+            plan=known_step.plan,
+            step_settings=self.step_settings(opt_state.tree),
         )
-        step_settings = self.step_settings(opt_state.tree)
-        inputs = inputs._replace(plan=known_step.plan, step_settings=step_settings)
         return PreparedStep(flat_trees, inputs, known_step)
 
     def prepare_step(

@@ -51,6 +51,8 @@ class StepInputs(NamedTuple):
         params: FlatTree,
         opt_state: FlatTree,
         metadata: ListMetadata | None = None,
+        plan: Any = None,
+        step_settings: Any = None,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are `dense_without_history`. `metadata` is that
         of `leaves_if_dense`.
@@ -63,6 +65,8 @@ class StepInputs(NamedTuple):
             opt_state.tree,
             leaves_if_dense=TensorList(leaves, metadata, dense_without_history=True),
             state_structure=opt_state.structure,
+            plan=plan,
+            step_settings=step_settings,
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,22 +25,23 @@ def compute_gradients(loss: Tensor, inputs: Leaves) -> list[Tensor]:
     what a custom backward adds to `.grad`, as those of reversible layers do. Refuse a loss that
     uses none of them.
     """
-    _clear_grads(inputs)
+    if set(map(_grad, inputs)) != {None}:
+        _clear_grads(inputs)
     # The graph is neither kept nor made for a second derivative.
     arguments = (loss,), (torch.ones_like(loss),), False, False, tuple(inputs), True
-    gradients: list[Tensor | None] = list(private.run_backward(*arguments, accumulate_grad=False))
+    gradients: list[Any] = list(private.run_backward(*arguments, accumulate_grad=False))
     if set(map(_grad, inputs)) != {None}:
         for index, leaf in enumerate(inputs):
             if (added := leaf.grad) is not None:
                 gradient = gradients[index]
                 gradients[index] = added if gradient is None else gradient + added
-    return with_zeros(gradients, inputs)
+    if type(None) in set(map(type, gradients)):
+        return with_zeros(gradients, inputs)
+    return gradients
 
 
 def with_zeros(gradients: Sequence[Tensor | None], inputs: Leaves) -> list[Tensor]:
     """Return 0 for a parameter that the loss does not use. Refuse a loss that uses none."""
-    if type(None) not in set(map(type, gradients)):
-        return list(gradients)  # type: ignore[arg-type]
     if all([gradient is None for gradient in gradients]):
         raise independent_loss_error()
     return [
@@ -60,9 +61,8 @@ def independent_loss_error() -> ValueError:
 
 def _clear_grads(inputs: Leaves) -> None:
     """Forget what a backward inside of loss_fn has put into `.grad`."""
-    if set(map(_grad, inputs)) != {None}:
-        for leaf in inputs:
-            leaf.grad = None
+    for leaf in inputs:
+        leaf.grad = None
 
 
 def stream_gradients(loss: Tensor, inputs: Leaves, on_grad: OnGrad, *, refuse_pieces: bool) -> None:

@@ -97,7 +97,7 @@ def detach_and_clone(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def clone_list(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return `[t.clone() for t in tensors]` for tensors off every graph, outside of a trace."""
-    if tensors and not is_on_accelerator(tensors[0]):
+    if tensors and tensors[0].is_cpu:
         return list(private.clone_list(list(tensors)))
     copies = list(tensors)
     for indices in by_kind(tensors):

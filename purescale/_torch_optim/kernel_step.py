@@ -167,7 +167,7 @@ class KernelStep:
             step_settings,
             grads_match_params=plan.leaves_fit_kernel and are_alike,
         )
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             for launch, call in calls:
                 self.kernel.update(call, skip)
                 add_to_counts(leaves, launch.count_indices, skip, in_place=True)

@@ -116,13 +116,13 @@ class FlatTree(NamedTuple):
         """Return the leaves of a tree that is known to differ from this one in values only; None if
         that is not known.
         """
-        if self.tensor_list.metadata.matcher is None:
+        if (matches := self.tensor_list.metadata.matcher) is None:
             return None
         try:
             leaves: Leaves = self.structure.flatten_up_to(other)
         except ValueError:
             return None
-        return leaves if self.tensor_list.matches(leaves) else None
+        return leaves if matches(leaves) else None
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

@@ -15,11 +15,10 @@ from torch import Tensor
 from .._distributed.process_group import Group, object_device, resolve_group
 from .._grads.measure import StatsOptions, measure, norm_of
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write
 from .._torch.dtypes import to_device
 from .._tree import pytree
-from .._tree.gradients import as_gradients
-from .._tree.matching import check_gradients, device_of
+from .._tree.gradients import flatten_gradients
+from .._tree.matching import device_of
 from .._tree.poison import donates
 from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import as_float, checked_bound, short_repr
@@ -142,19 +141,18 @@ def clip_by_global_norm(
     norm is inf here.
     """
     max_norm, norm_type = checked_bound("max_norm", max_norm), as_norm_type(norm_type)
-    leaves, structure = pytree.flatten(grads)
-    check_gradients(grads, leaves)
-    device = device_of(grads, leaves, "grads")
+    gradients, structure = flatten_gradients(grads)
+    device = device_of(grads, gradients.templates, "grads")
     if group is not None:
         group = resolve_group(group)
         if not pytree.tensors(grads) and isinstance(group, dist.ProcessGroup):
             device = torch.device(object_device(group))
     one = torch.ones((), dtype=torch.float32, device=device)
-    gradients = as_gradients(leaves)
     options = StatsOptions(norm_type, norm_group=group)
     measured = norm_of(measure(gradients, one, options), device)
     factor = clip_factor(measured, max_norm).to(gradients.factor_dtype)
-    gradients = gradients._replace(owned=donate and can_write(gradients.tensors, [max_norm]))
+    if donate:
+        gradients = gradients.donated([max_norm])
     clipped = structure.unflatten(gradients.multiplied(factor).leaves)
     return clipped, measured.to(factor.dtype)
 
@@ -219,9 +217,8 @@ def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False
     """
     clip_value = checked_bound("clip_value", clip_value)
     limit = _or_nan(clip_value) if isinstance(clip_value, Tensor) else clip_value
-    leaves, structure = pytree.flatten(grads)
-    check_gradients(grads, leaves)
-    refuse_complex(grads, leaves)
-    gradients = as_gradients(leaves)
-    gradients = gradients._replace(owned=donate and can_write(gradients.tensors, [clip_value]))
+    gradients, structure = flatten_gradients(grads)
+    refuse_complex(grads, gradients.templates)
+    if donate:
+        gradients = gradients.donated([clip_value])
     return structure.unflatten(gradients.clamped(limit).leaves)

@@ -17,10 +17,10 @@ from .._grads.measure import measure_amax
 from .._loss_scale.rules import builtin_update, check_state
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
-from .._tree import pytree, scalars
-from .._tree.gradients import as_gradients
+from .._tree import scalars
+from .._tree.gradients import flatten_gradients
 from .._tree.hints import document_fields
-from .._tree.matching import check_gradients, device_of
+from .._tree.matching import device_of
 from .._tree.pytree import Tree
 from .._tree.scalars import as_flag, increment
 
@@ -255,8 +255,7 @@ def grad_amax(grads: Tree, group: Group | None = None) -> Tensor:
         >>> grad_amax({"w": torch.tensor([1.0, -3.0], dtype=torch.float16), "frozen": None})
         tensor(3.)
     """
-    leaves, _ = pytree.flatten(grads)
-    check_gradients(grads, leaves)
-    device = device_of(grads, leaves, "grads")
+    gradients, _ = flatten_gradients(grads)
+    device = device_of(grads, gradients.templates, "grads")
     one = torch.ones((), dtype=torch.float32, device=device)
-    return measure_amax(as_gradients(leaves), one, group)
+    return measure_amax(gradients, one, group)

@@ -18,13 +18,11 @@ from .._distributed.process_group import Group
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale, StaticScale
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
 from .._tree import pytree, scalars
-from .._tree.gradients import as_gradients
+from .._tree.gradients import flatten_gradients
 from .._tree.leaves import device_hint, unsupported_reason
-from .._tree.matching import check_gradients
 from .._tree.poison import donates
 from .._tree.pytree import Tree, TreeT
 
@@ -106,12 +104,11 @@ def unscale_and_check(
     only (finding 4 of pytorch#96755: scale 2**-140 makes a parameter inf), and flax's DynamicScale,
     which checks the output.
     """
-    leaves, structure = pytree.flatten(grads)
-    check_gradients(grads, leaves)
-    check_scale(scaler.scale, grads, leaves, "grads")
-    gradients = as_gradients(leaves)
-    owned = donate and can_write(gradients.tensors, pytree.tensors(scaler))
-    unscaled = gradients._replace(owned=owned).divided(scaler.scale)
+    gradients, structure = flatten_gradients(grads)
+    check_scale(scaler.scale, grads, gradients.templates, "grads", gradients.tensor_list)
+    if donate:
+        gradients = gradients.donated(pytree.tensors(scaler))
+    unscaled = gradients.divided(scaler.scale)
     found_inf = measure(unscaled, scaler.scale, StatsOptions(group=group)).overflow
     return structure.unflatten(unscaled.leaves), found_inf
 

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import dtensor, foreach
+from .._torch import donation, dtensor, foreach
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
-from .._tree.leaves import are_plain_dense, as_dense_real
+from .._tree import pytree
+from .._tree.leaves import are_plain_dense, are_real_floating, as_dense_real, as_tensor_list
+from .._tree.matching import check_gradients
+from .._tree.pytree import Tree, TreeDef
 
 
 class Pending(NamedTuple):
@@ -86,6 +89,10 @@ class Gradients(NamedTuple):
             present_templates = self.present_templates
             templates = [present_templates[index] for index in indices]
         return self._replace(tensor_list=tensor_list, templates=templates)
+
+    def donated(self, others: Sequence[Any]) -> Gradients:
+        """Return them, which were given up, owned if `others` do not share their memory."""
+        return self._replace(owned=donation.can_write_each([self.tensor_list], others)[0])
 
     def apply_pending(self, *, wide: bool = False) -> Gradients:
         """Return them for an optimizer, unscaled and clipped. float16 becomes float32 where it is
@@ -164,6 +171,18 @@ def as_gradients(
     templates = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [as_dense_real(dtensor.shard(leaf)) for leaf in templates if leaf is not None]
     return Gradients(TensorList(tensors), templates, False, pending, owned)
+
+
+def flatten_gradients(grads: Tree) -> tuple[Gradients, TreeDef]:
+    """Return a tree of gradients as such, and its structure. Refuse, naming the leaf, a leaf that
+    cannot be one.
+    """
+    leaves, structure = pytree.flatten(grads)
+    tensor_list = as_tensor_list(leaves)
+    if tensor_list.dense_without_history and are_real_floating(tensor_list.dtypes):
+        return Gradients(tensor_list, leaves, True), structure
+    check_gradients(grads, leaves)
+    return as_gradients(leaves), structure
 
 
 def _in_form_of(like: Tensor, result: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,7 +155,7 @@ def check_parameters(params: FlatTree, name: str = "params") -> None:
         check_leaf(leaf, path(params.tree, name, index), "parameter")
 
 
-def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
+def device_of(tree: Tree, leaves: Sequence[Any], name: str) -> torch.device:
     """Return the device of the leaves, the CPU if there are no leaves. Refuse, naming the leaf,
     leaves on two devices.
     """

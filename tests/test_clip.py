@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import purescale as ps
 from purescale._grads import clip
-from purescale._grads.measure import StatsOptions, exact_stats, measure
+from purescale._grads.measure import StatsOptions, measure, measure_exactly
 from purescale._tree.gradients import Pending, as_gradients
 from purescale.testing import assert_pure, assert_vmap_equals_loop
 
@@ -72,7 +72,7 @@ def test_what_a_cpu_reads_is_what_the_specification_computes(tree, scale, is_sca
     grads = as_gradients(tensors, Pending(scale if is_scaled else None))
     for norm_type in (None, 2.0, 3.0):
         options = StatsOptions(norm_type, amax=amax)
-        read, exact = measure(grads, scale, options), exact_stats(grads, scale, options)
+        read, exact = measure(grads, scale, options), measure_exactly(grads, scale, options)
         assert read.overflow == exact.overflow
         for number, expected in ((read.norm, exact.norm), (read.amax, exact.amax)):
             assert (number is None) == (expected is None)
@@ -85,7 +85,7 @@ def test_what_a_cpu_reads_is_what_the_specification_computes(tree, scale, is_sca
 def test_the_norm_agrees_with_float64(tree, norm_type):
     _, norm = ps.clip_by_global_norm(tree, math.inf, norm_type)
     every = torch.cat([t.double().flatten() for t in leaves(tree)])
-    expected = norm_of([tree], norm_type) if every.any() else every.new_zeros(())
+    expected = norm_as_tensor([tree], norm_type) if every.any() else every.new_zeros(())
     torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=1e-44)
 
 
@@ -309,7 +309,7 @@ def part(rank, size=1.0, dtype=torch.float32, count=5):
     return {f"w{rank}": (leaf * size).to(dtype), "b": (more * size).to(dtype)}
 
 
-def norm_of(parts, p):
+def norm_as_tensor(parts, p):
     """In float64, in units of the largest."""
     every = torch.cat([leaf.double().reshape(-1) for tree in parts for leaf in leaves(tree)])
     unit = every.abs().max()
@@ -327,7 +327,7 @@ def _norms_of_parts(rank):
             (1.0, torch.bfloat16, 300),
         ):
             parts = [part(r, size, dtype, count) for r in range(dist.get_world_size())]
-            expected = norm_of(parts, p)
+            expected = norm_as_tensor(parts, p)
             with Untouched(parts[rank]), Dispatched() as run:
                 clipped, norm = ps.clip_by_global_norm(parts[rank], size, p, group=world)
             assert run.reductions == 1
@@ -382,11 +382,11 @@ def _steps_of_parts(rank):
                 assert same_bits(out.params, params)
                 continue
             unscaled = [{k: g.float() / 4 for k, g in each.items()} for each in parts]
-            norm = norm_of(unscaled, p)
+            norm = norm_as_tensor(unscaled, p)
             assert same_bits(forced.grad_norm, out.grad_norm)
             torch.testing.assert_close(out.grad_norm.double(), norm, rtol=1e-6, atol=0)
             if amax:
-                assert out.grad_amax == norm_of(unscaled, math.inf)
+                assert out.grad_amax == norm_as_tensor(unscaled, math.inf)
             for name, grad in unscaled[rank].items():
                 expected = params[name] - grad * (1 / (norm.item() + 1e-6))
                 torch.testing.assert_close(out.params[name], expected, rtol=1e-5, atol=1e-5)
@@ -442,7 +442,7 @@ def _stages_and_replicas(rank):
         # known to the stages of one replica, then to each stage in every replica
         assert out.found_inf.item() is (bad is not None)
         if bad is None:
-            expected = norm_of(parts, 2.0) / 4
+            expected = norm_as_tensor(parts, 2.0) / 4
             torch.testing.assert_close(out.grad_norm.double(), expected, rtol=1e-6, atol=0)
     mesh = grid["replica"]
     shards = {
@@ -451,7 +451,7 @@ def _stages_and_replicas(rank):
     }
     for p in (1.0, 2.0, math.inf):
         clipped, norm = ps.clip_by_global_norm(shards, 1.0, p, group=stages)
-        torch.testing.assert_close(norm.double(), norm_of(parts, p), rtol=1e-6, atol=0)
+        torch.testing.assert_close(norm.double(), norm_as_tensor(parts, p), rtol=1e-6, atol=0)
         name = f"w{stage}"
         expected = parts[stage][name] / (norm + 1e-6)
         torch.testing.assert_close(clipped[name].full_tensor(), expected, rtol=1e-5, atol=1e-7)

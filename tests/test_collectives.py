@@ -480,7 +480,7 @@ def test_ranks_compare_each_setting_of_a_step_but_those_of_a_rank():
     own = {"loss_fn", "group", "donate", "rule_traits"}
     none = dict.fromkeys(train_state.TrainStepOptions._fields)
     options = train_state.TrainStepOptions(**none | {"clip": clip.as_clip(None, None, 2.0)})
-    must_agree = options.must_agree.keys()
+    agreed_settings = options.agreed_settings.keys()
     bounds = set(clip.Clip._fields)
-    assert set(options._fields) - own - {"clip"} == must_agree - bounds
-    assert bounds <= must_agree
+    assert set(options._fields) - own - {"clip"} == agreed_settings - bounds
+    assert bounds <= agreed_settings

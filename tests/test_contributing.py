@@ -16,7 +16,7 @@ from test_house import FLOORS
 
 import purescale as ps
 from purescale._grads.clip import clip_factor
-from purescale._grads.measure import exact_stats
+from purescale._grads.measure import measure_exactly
 from purescale._torch.list_stats import local_stats
 
 ROOT = Path(__file__).parents[1]
@@ -184,7 +184,7 @@ def test_the_lines_that_clip_each_leaf_clip_each_leaf():
     source = path.read_text().replace(measured, measured + textwrap.indent(lines, " " * 8))
     names = {"__name__": "purescale._step.train_step", "__package__": "purescale._step"}
     names |= {"bound": 0.5, "local_stats": local_stats, "clip_factor": clip_factor}
-    names |= {"exact_stats": exact_stats}
+    names |= {"measure_exactly": measure_exactly}
     exec(compile(source, path, "exec"), names)
     sgd, rule = ps.from_torch(torch.optim.SGD, lr=1.0), ps.DynamicScale(init_scale=4.0)
     params = {"long": torch.zeros(5), "short": torch.zeros(33), "long too": torch.zeros(300)}

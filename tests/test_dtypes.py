@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import same_bits
 
-from purescale._torch.dtypes import HALF, nearest_on_bits, saturating
+from purescale._torch.dtypes import HALF, cast_saturating, nearest_on_bits
 
 each_dtype = pytest.mark.parametrize("dtype", HALF)
 
@@ -24,7 +24,7 @@ def numbers_near(dtype):
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64])
 def test_the_nearest_is_torchs_own(dtype, wide):
     x = numbers_near(dtype).to(wide)
-    expected, found = saturating(x, dtype), nearest_on_bits(x, dtype)
+    expected, found = cast_saturating(x, dtype), nearest_on_bits(x, dtype)
     assert same_bits(found.isnan(), expected.isnan())
     assert same_bits(found[~found.isnan()], expected[~expected.isnan()])
 
@@ -40,7 +40,7 @@ def test_a_compiler_keeps_the_rounding_between_two_steps(dtype, backend):
     x = numbers_near(dtype)
     x = x[x.isfinite()]
     compiled = torch.compile(there_and_back, fullgraph=True, backend=backend)
-    assert same_bits(compiled(x), saturating(x, dtype).float() + 0.0)
+    assert same_bits(compiled(x), cast_saturating(x, dtype).float() + 0.0)
 
 
 @each_dtype
@@ -52,4 +52,4 @@ def test_the_nearest_is_the_same_mapped_and_mapped_twice(dtype):
         return nearest_on_bits(x, dtype)
 
     for mapped in (torch.vmap(rounded), torch.vmap(torch.vmap(rounded))):
-        assert same_bits(mapped(x), saturating(x, dtype))
+        assert same_bits(mapped(x), cast_saturating(x, dtype))

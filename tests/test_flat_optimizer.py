@@ -107,7 +107,7 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     has_masters = getattr(flat_optimizer, "wide_grads", False) or kind == "partition"
     unscaled = grads.apply_pending(wide=has_masters)
     inputs = flat_optimizer.with_plan(inputs)
-    prepared = PreparedStep([], inputs, known=None)
+    prepared = PreparedStep(params=None, others=[], inputs=inputs, known=None)
     expected = ps.select(overflow, old, flat_optimizer.run_step(prepared, unscaled))
     flag = torch.tensor(overflow)
     stepped = flat_optimizer.run_step(prepared, grads, flag, in_place=in_place)
@@ -123,7 +123,7 @@ def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
     inputs, grads, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
     with Untouched((params, state, grads.tensors)):
         inputs = flat_optimizer.with_plan(inputs)
-        prepared = PreparedStep([], inputs, known=None)
+        prepared = PreparedStep(params=None, others=[], inputs=inputs, known=None)
         flat_optimizer.run_step(prepared, grads, torch.tensor(False))
         flat_optimizer.run_step(prepared, grads)
 
@@ -152,7 +152,7 @@ def test_a_users_step_that_raises_leaves_donated_parts_before_it_unchanged(last)
 class Descent(FlatOptimizer):
     """An optimizer that steps the lists of a step, as one of the library's own would."""
 
-    must_agree = "Descent"
+    agreed_settings = "Descent"
 
     def init(self, params):
         return {}
@@ -193,7 +193,7 @@ def test_under_no_grad_no_result_of_a_differentiable_step_is_on_a_graph(cls, on_
 class ByNormOfAll(FlatOptimizer):
     """Steps by the gradients over the norm of all of them, in a state as torch's classes have."""
 
-    must_agree = "ByNormOfAll"
+    agreed_settings = "ByNormOfAll"
 
     def init(self, params):
         return ps.from_torch(torch.optim.SGD, lr=1.0).init(params)

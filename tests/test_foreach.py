@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
 from purescale._torch import donation, foreach, tracing
-from purescale._torch.dtypes import saturating
+from purescale._torch.dtypes import cast_saturating
 from purescale._tree.select import select_leaves
 
 LISTS = {name: many for name, many in SETTINGS.items() if name not in ("Muon", "Adafactor")}
@@ -358,7 +358,7 @@ def _one_nan(leaf):
 
 @given(leaf=floats(), dtype=st.sampled_from(FLOATS))
 def test_a_saturating_cast_keeps_what_is_finite_finite(leaf, dtype):
-    cast = saturating(leaf, dtype)
+    cast = cast_saturating(leaf, dtype)
     finite = leaf.isfinite()
     assert bool(cast.double().isfinite()[finite].all())
     within = finite & (leaf.double().abs() <= torch.finfo(dtype).max)
@@ -371,7 +371,7 @@ def test_a_saturating_cast_keeps_what_is_finite_finite(leaf, dtype):
 )
 def test_a_cast_over_lists_has_the_bits_and_the_layout_of_that_tensor_by_tensor(leaves, dtypes):
     wanted = dtypes[: len(leaves)]
-    expected = [saturating(t, dtype) for t, dtype in zip(leaves, wanted, strict=True)]
+    expected = [cast_saturating(t, dtype) for t, dtype in zip(leaves, wanted, strict=True)]
     with over_lists(), Untouched(leaves):
         found = foreach.cast(leaves, wanted)
     assert same_bits(*([_one_nan(t) for t in leaves] for leaves in (found, expected)))

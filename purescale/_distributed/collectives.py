@@ -299,12 +299,12 @@ def _tensor(tensor: Tensor) -> str:
 
 def _object(value: Any, parents: tuple[int, ...]) -> str:
     """Return the class and the fields of a rule, an optimizer or another object with settings. If
-    it has an attribute `must_agree`, only that is compared: other fields may hold what one process
-    saw.
+    it has an attribute `agreed_settings`, only that is compared: other fields may hold what one
+    process saw.
     """
     name = type(value).__qualname__
-    if hasattr(value, "must_agree"):
-        return f"{name}{_text(value.must_agree, parents)}"
+    if hasattr(value, "agreed_settings"):
+        return f"{name}{_text(value.agreed_settings, parents)}"
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         fields = {key: getattr(value, key, None) for key in names}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import private
-from .._torch.dtensor import arrived
+from .._torch.dtensor import wait_for
 from .._torch.tracing import PLAIN_TYPES, is_on_a_graph, refuse_in_capture, traced_or_recorded
 from .._tree.scalars import short_repr
 
@@ -42,7 +42,7 @@ def all_reduce(tensor: Tensor, op: str, group: Group | str | None) -> Tensor:
             dist.all_reduce(total, getattr(dist.ReduceOp, op.upper()), group)
             return total
         # Waited for here, because a view of a pending result would not wait for it.
-        return arrived(private.all_reduce(tensor, op, group))
+        return wait_for(private.all_reduce(tensor, op, group))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Gradients are measured together: whether they overflow, their norm, and the larg
 CPU one pass gives overflow and norm, and another one the largest magnitude; elsewhere one pass
 gives overflow and largest magnitude, and another one the norm.
 
-Entry: `measure.measure`, whose specification is `measure.exact_stats`;
+Entry: `measure.measure`, whose specification is `measure.measure_exactly`;
 `clip.as_clip` and `clip.clip_factor`; `accumulate.accumulate_grads`, a running mean for a loop
 by hand.
 Hands on: `measure.GradStats`; `clip.Clip`, the bounds of a step; `accumulate.AccumState`.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._distributed.process_group import Group, object_device, resolve_group
-from .._grads.measure import StatsOptions, measure, norm_of
+from .._grads.measure import StatsOptions, measure, norm_as_tensor
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import to_device
 from .._tree import pytree
@@ -149,7 +149,7 @@ def clip_by_global_norm(
             device = torch.device(object_device(group))
     one = torch.ones((), dtype=torch.float32, device=device)
     options = StatsOptions(norm_type, norm_group=group)
-    measured = norm_of(measure(gradients, one, options), device)
+    measured = norm_as_tensor(measure(gradients, one, options), device)
     factor = clip_factor(measured, max_norm).to(gradients.factor_dtype)
     if donate:
         gradients = gradients.donated([max_norm])

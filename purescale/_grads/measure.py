@@ -21,7 +21,7 @@ from .._distributed.process_group import (
     num_replicas,
 )
 from .._torch import dtensor
-from .._torch.dtypes import saturating, widest_float
+from .._torch.dtypes import cast_saturating, widest_float
 from .._torch.list_stats import LocalStats, local_stats, norm_of_norms, norm_on_host
 from .._torch.tracing import host_can_read, is_on_a_graph
 from .._tree.gradients import Gradients
@@ -66,22 +66,22 @@ def measure(grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ON
     if options.all_readable or (
         host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors)
     ):
-        stats = _from_norm(grads, scale, options)
+        stats = _stats_from_norm(grads, scale, options)
         if stats is not None:
             return stats
-    return exact_stats(grads, scale, options)
+    return measure_exactly(grads, scale, options)
 
 
-def exact_stats(
+def measure_exactly(
     grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY
 ) -> GradStats:
     """Return what `measure` returns, by its specification: the largest magnitudes and the norm in
     the widest dtype of the device. Nothing is read.
     """
     divisor = _divisor(grads, scale)
-    stats = _stats_over(grads, divisor, options.norm_type)
+    stats = _stats_over_mesh(grads, divisor, options.norm_type)
     if options.norm_group is not None:
-        stats = stats_of_parts(stats, divisor, options.norm_type, options.norm_group)
+        stats = all_gather_stats(stats, divisor, options.norm_type, options.norm_group)
     overflow = ~(stats.are_finite(divisor) & is_usable(scale))
     if options.group is not None:
         overflow = all_reduce_found_inf(overflow, options.group)
@@ -91,7 +91,7 @@ def exact_stats(
     return GradStats(overflow, norm, _amax(stats, divisor, options.group) if options.amax else None)
 
 
-def norm_of(stats: GradStats, device: torch.device) -> Tensor:
+def norm_as_tensor(stats: GradStats, device: torch.device) -> Tensor:
     """Return the norm as a tensor, in the widest dtype of the device."""
     if isinstance(stats.norm, Tensor):
         return stats.norm
@@ -100,10 +100,10 @@ def norm_of(stats: GradStats, device: torch.device) -> Tensor:
 
 def measure_amax(grads: Gradients, divisor: Tensor, group: Group | None = None) -> Tensor:
     """Return the largest magnitude of gradients that `divisor` unscales."""
-    return _amax(_stats_over(grads, divisor, None), divisor, group)
+    return _amax(_stats_over_mesh(grads, divisor, None), divisor, group)
 
 
-def _stats_over(grads: Gradients, divisor: Tensor, norm_type: float | None) -> LocalStats:
+def _stats_over_mesh(grads: Gradients, divisor: Tensor, norm_type: float | None) -> LocalStats:
     """Return the stats of this rank, or of all ranks of a mesh if gradients are sharded. A complex
     number counts with its magnitude in the norm, with its two parts in the rest.
     """
@@ -146,7 +146,7 @@ def _divisor(grads: Gradients, scale: Tensor) -> Tensor:
 # ---- the norm, the fastest read of a CPU --------------------------------------------------------
 
 
-def _from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradStats | None:
+def _stats_from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradStats | None:
     """Return the stats if the norm, which is read, shows them."""
     has_norm = options.norm_type is not None
     enough = options.norm_type == 2 if has_norm else not options.amax
@@ -176,7 +176,7 @@ _SMALLEST_RANGE = torch.finfo(torch.bfloat16).max
 
 def _amax(stats: LocalStats, divisor: Tensor, group: Group | None = None) -> Tensor:
     """Return the largest unscaled magnitude in float32; a finite float64 stays finite."""
-    amaxes = [saturating(top / divisor, torch.float32) for top in stats.amax.values()]
+    amaxes = [cast_saturating(top / divisor, torch.float32) for top in stats.scaled_amaxes.values()]
     if not amaxes:
         amax = torch.zeros((), dtype=torch.float32, device=divisor.device)
     else:
@@ -223,10 +223,10 @@ def mesh_stats(
         table = all_gather_row(torch.stack(row), mesh)
         amax = table[:, 0].amax()
         norms += [] if norm_type is None else [norm_of_norms(table[:, 1].unbind(), norm_type)]
-    return _stats_of(amax, norms, norm_type)
+    return _combine_stats(amax, norms, norm_type)
 
 
-def stats_of_parts(
+def all_gather_stats(
     local: LocalStats, divisor: Tensor, norm_type: float | None, group: Group | None
 ) -> LocalStats:
     """Return the stats of a model whose parts are on the ranks of `group`, the same on all of them,
@@ -237,10 +237,10 @@ def stats_of_parts(
         row.append(local.norm.to(row[0].dtype))
     table = all_gather_row_of_group(torch.stack(row), group)
     norms = [] if norm_type is None else list(table[:, 1].unbind())
-    return _stats_of(table[:, 0].amax(), norms, norm_type)
+    return _combine_stats(table[:, 0].amax(), norms, norm_type)
 
 
-def _stats_of(amax: Tensor, norms: Sequence[Tensor], norm_type: float | None) -> LocalStats:
+def _combine_stats(amax: Tensor, norms: Sequence[Tensor], norm_type: float | None) -> LocalStats:
     """Return the stats of all parts. The norm is inf or NaN if `amax` is."""
     if norm_type is None:
         return LocalStats({amax.dtype: amax}, None)
@@ -254,5 +254,6 @@ def _amax_or_inf(local: LocalStats, divisor: Tensor) -> Tensor:
     a bfloat16 may overflow at a value that float32 holds.
     """
     zero = torch.zeros((), dtype=widest_float(divisor.device), device=divisor.device)
-    amax = torch.stack([zero, *(amax.to(zero.dtype) for amax in local.amax.values())]).amax()
+    amaxes = [amax.to(zero.dtype) for amax in local.scaled_amaxes.values()]
+    amax = torch.stack([zero, *amaxes]).amax()
     return torch.where(local.are_finite(divisor), amax, torch.inf)

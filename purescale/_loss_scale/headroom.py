@@ -16,7 +16,7 @@ from .._distributed.process_group import Group
 from .._grads.measure import measure_amax
 from .._loss_scale.rules import builtin_update, check_state
 from .._torch.autocast import outside_autocast
-from .._torch.dtypes import saturating
+from .._torch.dtypes import cast_saturating
 from .._tree import scalars
 from .._tree.gradients import flatten_gradients
 from .._tree.hints import document_fields
@@ -227,7 +227,7 @@ def _as_amax(amax: Any, like: Tensor) -> Tensor:
             f"amax is {amax.dtype} {tuple(amax.shape)}; expected one real number, 0-d. Fix: "
             "`grad_amax(grads)`; for stacked states, call this under `torch.vmap`."
         )
-    return saturating(amax.detach(), torch.float32)
+    return cast_saturating(amax.detach(), torch.float32)
 
 
 @outside_autocast()

@@ -91,7 +91,7 @@ def _span(name: str, tensor: Tensor) -> _Span | None:
     """
     if nn.parameter.is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
         return None
-    local = dtensor.shard(tensor.detach(), on_graph=False)
+    local = dtensor.local_shard(tensor.detach(), on_graph=False)
     try:
         start = local.data_ptr()
     except (RuntimeError, NotImplementedError):

@@ -3,7 +3,7 @@
 A step makes lists of its trees, `step_inputs.StepInputs`, and calls a `FlatOptimizer` in this
 order: `plan(inputs)`, whose result is found again if arguments are alike (`find_step`);
 `step_settings`; `run_step`. On a CPU that reads the flag of a skip and returns the old state;
-elsewhere `step_or_keep` calls `apply_step` and selects old or new by a mask, unless a subclass can
+elsewhere `step_or_skip` calls `apply_step` and selects old or new by a mask, unless a subclass can
 skip a step itself.
 
 optimizer       Optimizer, the protocol of trees, `init` and `step`; FlatOptimizer, that of lists:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import after_skip
+from .._optim.opt_state import count_skip
 from .._optim.param_layout import ParamLayout
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
@@ -63,7 +63,7 @@ class KnownStep(NamedTuple):
 
     layout: ParamLayout
     plan: Any  # what `FlatOptimizer.plan` returned
-    leaves_metadata: ListMetadata  # of `StepInputs.leaves_if_dense`
+    leaves_metadata: ListMetadata  # of `StepInputs.dense_leaves`
     # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
     # nothing else shares its memory.
     all_writable: bool
@@ -73,14 +73,15 @@ class KnownStep(NamedTuple):
 class PreparedStep(NamedTuple):
     """A step, prepared: its arguments, flat, and what is known of them."""
 
-    trees: list[FlatTree]  # the parameters, the state of the optimizer, then others, in their order
+    params: FlatTree
+    others: list[FlatTree]  # the arguments after parameters and state, in their order
     inputs: StepInputs
     known: KnownStep
 
 
 class FlatOptimizer:
-    """An optimizer over the lists of `StepInputs`. A subclass has `init`, `must_agree`,
-    `apply_step` (or `step_or_keep`, if it can skip a step itself), and perhaps `plan` and
+    """An optimizer over the lists of `StepInputs`. A subclass has `init`, `agreed_settings`,
+    `apply_step` (or `step_or_skip`, if it can skip a step itself), and perhaps `plan` and
     `step_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` prepares the
     step at its start, by `find_step` or `prepare_step`, and runs it at its end, by `run_step`.
     """
@@ -100,10 +101,10 @@ class FlatOptimizer:
     wide_grads: bool = False
     # True if its state is an `OptState` with slots like the parameters, or one around it, so that a
     # wrapper may make a step in pieces.
-    steps_in_pieces: bool = False
+    can_step_in_pieces: bool = False
     # True if it lives for more than one call, so that a cache is of use.
-    is_cached: bool = True
-    must_agree: Any  # what ranks compare of it
+    caches_steps: bool = True
+    agreed_settings: Any  # what ranks compare of it
 
     def init(self, params: Tree) -> Tree:
         """Return the state before the first step, as `Optimizer.init`."""
@@ -149,7 +150,7 @@ class FlatOptimizer:
         """Return a step over `trees`: parameters, the state of the optimizer, and others. None if
         none over trees like these is kept.
         """
-        if not (self.is_cached and context.reuses_plans):  # Dynamo cannot make the cache
+        if not (self.caches_steps and context.reuses_plans):  # Dynamo cannot make the cache
             return None
         if (kept := self.cache.find(context, trees)) is None:
             return None
@@ -160,7 +161,7 @@ class FlatOptimizer:
             plan=known_step.plan,
             step_settings=self.step_settings(opt_state.tree),
         )
-        return PreparedStep(flat_trees, inputs, known_step)
+        return PreparedStep(params, flat_trees[2:], inputs, known_step)
 
     def prepare_step(
         self, trees: list[FlatTree], inputs: StepInputs, *, keep: bool = True
@@ -177,12 +178,12 @@ class FlatOptimizer:
         writable = can_keep and all(
             [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
         )
-        readable = can_keep and inputs.context.host_reads and not self.differentiable
+        readable = can_keep and inputs.context.host_may_read and not self.differentiable
         readable = readable and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
         known_step = KnownStep(inputs.layout, inputs.plan, ListMetadata(), writable, readable)
-        if can_keep and keep and self.is_cached:
+        if can_keep and keep and self.caches_steps:
             self.cache.keep(inputs.context, trees, known_step)
-        return PreparedStep(trees, inputs, known_step)
+        return PreparedStep(trees[0], trees[2:], inputs, known_step)
 
     def find_or_prepare_step(
         self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree
@@ -193,7 +194,7 @@ class FlatOptimizer:
         context = current_context()
         prepared_step = self.find_step(context, (params, opt_state, grads, *others))
         if prepared_step is not None:
-            return prepared_step, prepared_step.inputs.make_gradients(prepared_step.trees[2])
+            return prepared_step, prepared_step.inputs.make_gradients(prepared_step.others[0])
         trees, inputs = flatten_step(self, context, params, grads, opt_state)
         gradients = inputs.make_gradients(trees[2])
         # A step is found by `grads` in their own order: it is kept if that is the parameters'.
@@ -211,28 +212,28 @@ class FlatOptimizer:
         *,
         in_place: bool = False,
     ) -> tuple[Tree, Tree]:
-        """Return `step_or_keep` in the trees of the arguments. Where `skip` may be read (or must,
+        """Return `step_or_skip` in the trees of the arguments. Where `skip` may be read (or must,
         because the first step may add to the state), a skipped step returns the old state at once.
         """
         inputs = prepared_step.inputs
         if skip is not None and (self.may_add_slots or self._may_read(skip, inputs.context)):
             if skip:
                 with self.grad_mode(inputs.context):
-                    old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
+                    old = inputs.params, count_skip(inputs.opt_state, in_place=in_place)
                     leaves, structure = pytree.flatten(old)
                     kept = select_leaves(True, leaves, leaves, in_place=in_place)
                 return inputs.as_trees(*structure.unflatten(kept))
             skip = None
-        return inputs.as_trees(*self.step_or_keep(inputs, grads, skip, in_place=in_place))
+        return inputs.as_trees(*self.step_or_skip(inputs, grads, skip, in_place=in_place))
 
     def _may_read(self, skip: Tensor, context: CallContext) -> bool:
         """Return True if the host may read the flag of a skip: it is on a CPU, in eager mode. What
         a skipped, differentiable step does not use has a derivative of 0, so it is made.
         """
         is_plain = type(skip) is Tensor and skip.is_cpu  # a fake tensor has no value
-        return context.host_reads and is_plain and not self.differentiable
+        return context.host_may_read and is_plain and not self.differentiable
 
-    def step_or_keep(
+    def step_or_skip(
         self,
         inputs: StepInputs,
         grads: Gradients,
@@ -240,7 +241,7 @@ class FlatOptimizer:
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
-        """Equal to `select(skip, (old params, after_skip(old state)), self.apply_step(inputs,
+        """Equal to `select(skip, (old params, count_skip(old state)), self.apply_step(inputs,
         grads.apply_pending(wide=self.wide_grads)))`. `skip` is None where the host knows that the
         step is applied, and if `may_add_slots`. With `in_place`, the caller guarantees that nobody
         else holds the tensors of `inputs`: they may be overwritten.
@@ -249,7 +250,7 @@ class FlatOptimizer:
             new = self.apply_step(inputs, self.grads_for_apply(inputs, grads, skip))
             if self.may_add_slots:
                 return new
-            old = inputs.params, after_skip(inputs.opt_state, in_place=in_place)
+            old = inputs.params, count_skip(inputs.opt_state, in_place=in_place)
             before, after, structure = matching_leaves(old, new, "old", "new")
             if skip is None and not in_place:
                 return new
@@ -296,10 +297,10 @@ class AdaptedOptimizer(FlatOptimizer):
     """A flat optimizer for one with `init` and `step` alone, which alone checks its arguments."""
 
     runs_user_code = True
-    is_cached = False  # it is made in each call
+    caches_steps = False  # it is made in each call
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = self.must_agree = optimizer
+        self.optimizer = self.agreed_settings = optimizer
         self.elementwise = getattr(optimizer, "elementwise", None)
         for name in ("differentiable", "may_add_slots", "wide_grads"):
             setattr(self, name, getattr(optimizer, name, False))

@@ -17,7 +17,7 @@ from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.leaves import describe
 from .._tree.pytree import FlatTree, Tree
-from .._tree.select import write_over
+from .._tree.select import overwrite_tree
 
 Label = Callable[[str, Tensor], str]
 
@@ -91,7 +91,7 @@ class PartitionOptimizer(FlatOptimizer):
         self.wide_grads = any(each.wide_grads for each in self.flat_optimizers.values())
         # A part that is not differentiable would detach what is on a graph.
         self.differentiable = all(each.differentiable for each in self.flat_optimizers.values())
-        self.must_agree = self.optimizers, label
+        self.agreed_settings = self.optimizers, label
 
     def __repr__(self) -> str:
         return f"partition({self.optimizers!r}, {self.label!r})"
@@ -131,7 +131,7 @@ class PartitionOptimizer(FlatOptimizer):
 
     def inputs_of(self, key: str, part: Part, inputs: StepInputs) -> StepInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
-        layout, opt_state, dense = part.layout, inputs.opt_state[key], inputs.leaves_if_dense
+        layout, opt_state, dense = part.layout, inputs.opt_state[key], inputs.dense_leaves
         params = inputs.param_list.picked(part.param_indices)
         if dense is not None and part.state_slice is not None:
             leaves = [*params.tensors, *dense.tensors[part.state_slice]]
@@ -153,7 +153,7 @@ class PartitionOptimizer(FlatOptimizer):
     ) -> Gradients:
         """Return the gradients of one part."""
         param_indices = part.param_indices
-        if grads.tensors_are_leaves:  # no gradient is None, so these have the indices of parameters
+        if grads.all_plain_dense:  # no gradient is None, so these have the indices of parameters
             return grads.picked(param_indices)
         indices = [inputs.layout.grad_indices[index] for index in param_indices]
         tensors = [grads.tensors[index] for index in indices if index is not None]
@@ -170,7 +170,7 @@ class PartitionOptimizer(FlatOptimizer):
             key: each.step_settings(opt_state[key]) for key, each in self.flat_optimizers.items()
         }
 
-    def step_or_keep(
+    def step_or_skip(
         self,
         inputs: StepInputs,
         grads: Gradients,
@@ -193,13 +193,13 @@ class PartitionOptimizer(FlatOptimizer):
         for key in plan:
             optimizer = self.flat_optimizers[key]
             writes = in_place and not optimizer.runs_user_code
-            stepped[key] = optimizer.step_or_keep(
+            stepped[key] = optimizer.step_or_skip(
                 part_inputs[key], part_grads[key], skip, in_place=writes
             )
         for key, optimizer in self.flat_optimizers.items():
             if in_place and optimizer.runs_user_code and not optimizer.may_add_slots:
                 old = part_inputs[key].params, part_inputs[key].opt_state
-                stepped[key] = write_over(old, stepped[key])
+                stepped[key] = overwrite_tree(old, stepped[key])
         params, opt_state = list(inputs.params), {}
         for key in self.flat_optimizers:
             new, opt_state[key] = stepped[key]
@@ -244,10 +244,10 @@ class Part(NamedTuple):
 
 
 def _state_of_each(inputs: StepInputs) -> dict[str, tuple[slice, Any]]:
-    """Return by key the place of its state among `leaves_if_dense`, and its structure; none if the
+    """Return by key the place of its state among `dense_leaves`, and its structure; none if the
     leaves are not known to be dense.
     """
-    if inputs.leaves_if_dense is None:
+    if inputs.dense_leaves is None:
         return {}
     structures = inputs.state_structure.children()
     counts = [structure.num_leaves for structure in structures]

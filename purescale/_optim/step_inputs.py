@@ -35,8 +35,8 @@ class StepInputs(NamedTuple):
     param_list: TensorList
     opt_state: Tree
     # parameters, then all leaves of the state; None unless all are `dense_without_history`
-    leaves_if_dense: TensorList | None = None
-    state_structure: Any = None  # of the state, if `leaves_if_dense` is there
+    dense_leaves: TensorList | None = None
+    state_structure: Any = None  # of the state, if `dense_leaves` is there
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     piece_positions: Any = None  # of a piece of a larger step, for the wrapper that makes it
@@ -55,7 +55,7 @@ class StepInputs(NamedTuple):
         step_settings: Any = None,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are `dense_without_history`. `metadata` is that
-        of `leaves_if_dense`.
+        of `dense_leaves`.
         """
         leaves = [*params.leaves, *opt_state.leaves]
         return cls(
@@ -63,7 +63,7 @@ class StepInputs(NamedTuple):
             layout,
             params.tensor_list,
             opt_state.tree,
-            leaves_if_dense=TensorList(leaves, metadata, dense_without_history=True),
+            dense_leaves=TensorList(leaves, metadata, dense_without_history=True),
             state_structure=opt_state.structure,
             plan=plan,
             step_settings=step_settings,
@@ -87,14 +87,14 @@ class StepInputs(NamedTuple):
 
     def with_state(self, opt_state: Tree) -> StepInputs:
         """Return the inputs with another state."""
-        return self._replace(opt_state=opt_state, leaves_if_dense=None)
+        return self._replace(opt_state=opt_state, dense_leaves=None)
 
     def leaves_and_state_structure(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
         """
-        if self.leaves_if_dense is not None:
-            return self.leaves_if_dense.tensors, self.state_structure
+        if self.dense_leaves is not None:
+            return self.dense_leaves.tensors, self.state_structure
         leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
@@ -102,7 +102,7 @@ class StepInputs(NamedTuple):
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
         """
-        if self.leaves_if_dense is not None:
+        if self.dense_leaves is not None:
             return Gradients(grads.tensor_list, grads.leaves, True)
         leaves = grads.leaves
         params = self.layout.with_none(self.global_params)
@@ -118,7 +118,7 @@ class StepInputs(NamedTuple):
         """Return the gradients in the form of the parameters: shards if these are."""
         leaves = grads.leaves
         if self.global_trees is not None:
-            leaves = list(map(dtensor.shard, leaves))
+            leaves = list(map(dtensor.local_shard, leaves))
         return self.layout.pick_present(leaves)
 
     def grads_in_param_dtypes(self, grads: Gradients) -> list[Tensor | None]:
@@ -189,7 +189,7 @@ def make_step_inputs(
     if sharded and optimizer.elementwise is not None:
         _check_shards(optimizer, params.tree, names, leaves, state)
         global_trees = params.structure.unflatten(leaves), state
-        shard = functools.partial(dtensor.shard, on_graph=optimizer.differentiable)
+        shard = functools.partial(dtensor.local_shard, on_graph=optimizer.differentiable)
         leaves, state = list(map(shard, leaves)), pytree.map(shard, state)
     present = TensorList(layout.pick_present(leaves))
     return StepInputs(context, layout, present, state, global_trees=global_trees)

@@ -14,7 +14,7 @@ from .._optim.partition import PartitionOptimizer
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
-from .._torch.dtensor import from_local_like, full_tensor, shard
+from .._torch.dtensor import from_local_like, full_tensor, local_shard
 from .._torch.dtypes import widest_float
 from .._torch.tracing import current_context
 from .._torch_optim.param_groups import KernelOrFormulaOptimizer, ParamGroupOptimizer
@@ -254,7 +254,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
         if optimizer.rounds:
             return wanted
         pairs = list(zip(inner.params, wanted, strict=True))
-        stepped = [_wide(param) + shard(update) for param, update in pairs]
+        stepped = [_wide(param) + local_shard(update) for param, update in pairs]
         old = list(map(_wide, inputs.params))
         wide = inputs.with_params_and_state(old, inputs.opt_state)
         new = optimizer.encode(wide, stepped, inner.opt_state)[0]
@@ -279,7 +279,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
 
 def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
     if not isinstance(optimizer, AdaptedOptimizer):
-        return optimizer.step_or_keep(optimizer.with_plan(inputs), grads)[0]
+        return optimizer.step_or_skip(optimizer.with_plan(inputs), grads)[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees
     grad_tree = inputs.layout.unflatten(inputs.grads_of_params(grads))

@@ -43,12 +43,12 @@ def prepare_on_all_ranks(
         return prepared
 
     def describe(prepared: Prepared) -> list[str]:
-        return _all_that_must_agree(prepared[1].must_agree, state)
+        return _all_agreed_settings(prepared[1].agreed_settings, state)
 
     return agree_on_all_ranks(group, prepare_and_check, describe, sync=meets_on_cpu(group))
 
 
-def _all_that_must_agree(settings: dict[str, Any], state: Any) -> list[str]:
+def _all_agreed_settings(settings: dict[str, Any], state: Any) -> list[str]:
     """Return every setting and the structure of the whole state, a line each. Scales, rates and
     counts have their values too, because ranks that differ in them make different steps of equal
     gradients.

@@ -13,8 +13,8 @@ from torch import Tensor
 from .._torch import private
 from .._tree.pytree import Leaves
 
-# A function of the index of an input and a list with its gradient, which it takes out: a reference
-# from elsewhere would count as a use.
+# A function of the index of an input and a cell, a list with its gradient, which it takes out: a
+# reference from elsewhere would count as a use.
 OnGrad: TypeAlias = Callable[[int, list[Tensor]], None]
 
 _grad = operator.attrgetter("grad")
@@ -36,11 +36,11 @@ def compute_gradients(loss: Tensor, inputs: Leaves) -> list[Tensor]:
                 gradient = gradients[index]
                 gradients[index] = added if gradient is None else gradient + added
     if type(None) in set(map(type, gradients)):
-        return with_zeros(gradients, inputs)
+        return materialize_grads(gradients, inputs)
     return gradients
 
 
-def with_zeros(gradients: Sequence[Tensor | None], inputs: Leaves) -> list[Tensor]:
+def materialize_grads(gradients: Sequence[Tensor | None], inputs: Leaves) -> list[Tensor]:
     """Return 0 for a parameter that the loss does not use. Refuse a loss that uses none."""
     if all([gradient is None for gradient in gradients]):
         raise independent_loss_error()
@@ -82,9 +82,9 @@ def stream_gradients(loss: Tensor, inputs: Leaves, on_grad: OnGrad, *, refuse_pi
                 "was already sent to the other ranks. Likely cause: a custom backward that calls "
                 "`.backward()` itself. Fix: all_reduce_grads by hand after value_and_grad."
             )
-        gradient, leaf.grad = [leaf.grad.detach()], None
+        grad_cell, leaf.grad = [leaf.grad.detach()], None
         taken.add(index)
-        on_grad(index, gradient)
+        on_grad(index, grad_cell)
 
     def before_sum(leaf: Tensor, _: Tensor) -> None:
         if leaf.grad is not None:  # torch adds to it in place, and a custom backward may keep it

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._grads.clip import Clip, clip_factor, clip_factor_of_number, is_unbounded
-from .._grads.measure import GradStats, norm_of
+from .._grads.measure import GradStats, norm_as_tensor
 from .._step.spike_guard import Guard
 from .._step.window_result import WindowFlags, WindowResult
 from .._torch.dtypes import to_device
@@ -46,7 +46,7 @@ def call_guard(
         return state, None
     norm: Any = ()
     if stats.norm is not None:
-        norm = norm_of(stats, window.loss.device).to(window.grads.factor_dtype)
+        norm = norm_as_tensor(stats, window.loss.device).to(window.grads.factor_dtype)
     returned = guard.update(state, window.loss, norm)
     pair = isinstance(returned, tuple) and len(returned) == 2
     bad = returned[1] if pair else None
@@ -87,7 +87,7 @@ def decide(
     else:
         for bound in clip.tensor_bounds:
             skip = skip | ~(to_device(bound, skip.device) > 0)
-        measured = None if stats.norm is None else norm_of(stats, skip.device)
+        measured = None if stats.norm is None else norm_as_tensor(stats, skip.device)
         if measured is not None:
             norm = _reported(measured, skip, grads.factor_dtype)
         if stats.amax is not None:
@@ -100,7 +100,7 @@ def decide(
             finite = torch.where(skip, 1.0, measured)
             factor = clip_factor(finite, clip.max_norm)  # type: ignore[arg-type]
     if factor is not None or clip.clip_value is not None:
-        pending = grads.pending._replace(factor=factor, clip_value=clip.clip_value)
+        pending = grads.pending._replace(clip_factor=factor, clip_value=clip.clip_value)
         grads = grads._replace(pending=pending)
     return Decision(skip, overflow, rejected, norm, amax, grads, only_overflow_skips, known_applied)
 

@@ -19,36 +19,29 @@ from .._tree.matching import check_parameters
 from .._tree.pytree import FlatTree, Tree
 
 
+class StepRngGuard(NamedTuple):
+    """The fields of a `TrainState` that only count, draw and guard."""
+
+    step: Tensor  # the number of applied steps
+    rng: Any  # the state of a generator, or `()`
+    guard: Tree  # the state of the guard, or `()`
+
+
 class FlatState(NamedTuple):
     """The state of a step, flat and checked, and the prepared step of its optimizer."""
 
     params: FlatTree
     buffers: FlatTree
     scaler: FlatTree
-    step_rng_guard: FlatTree
+    step_rng_guard: FlatTree  # of a `StepRngGuard`
     control_leaves: list[Tensor]  # the tensors of scaler, step count, generator and guard
     prepared_step: PreparedStep
-
-    @property
-    def step(self) -> Tensor:
-        """The number of applied steps."""
-        return self.step_rng_guard.tree[0]
-
-    @property
-    def rng(self) -> Tensor | Any:
-        """The state of a generator, or `()`."""
-        return self.step_rng_guard.tree[1]
-
-    @property
-    def guard(self) -> Tree:
-        """The state of the guard, or `()`."""
-        return self.step_rng_guard.tree[2]
 
 
 def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     """Return the flat state of a step. Refuse a state that does not fit the optimizer."""
     optimizer, context = options.optimizer, current_context()
-    others = state.buffers, state.scaler, (state.step, state.rng, state.guard)
+    others = state.buffers, state.scaler, StepRngGuard(state.step, state.rng, state.guard)
     prepared_step = optimizer.find_step(context, (state.params, state.opt_state, *others))
     if prepared_step is None:
         params, opt_state = FlatTree.of(state.params), flatten_opt_state(state.opt_state)
@@ -56,11 +49,13 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
         _check(state, options, params)
         inputs = make_step_inputs(optimizer, context, params, opt_state)
         prepared_step = optimizer.prepare_step(flat_trees, inputs)
-    params, _, buffers, scaler, step_rng_guard = prepared_step.trees
+    buffers, scaler, step_rng_guard = prepared_step.others
     control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)
-    return FlatState(params, buffers, scaler, step_rng_guard, control_leaves, prepared_step)
+    return FlatState(
+        prepared_step.params, buffers, scaler, step_rng_guard, control_leaves, prepared_step
+    )
 
 
 def _check(state: TrainState, options: TrainStepOptions, params: FlatTree) -> None:

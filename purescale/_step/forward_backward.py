@@ -15,14 +15,14 @@ from .._step.backward import (
     OnGrad,
     compute_gradients,
     independent_loss_error,
+    materialize_grads,
     stream_gradients,
-    with_zeros,
 )
 from .._torch import donation, dtensor, private
 from .._torch.tracing import CallContext, refuse_graph_end
 from .._tree import pytree
 from .._tree.aliasing import detach_and_unalias
-from .._tree.leaves import are_plain_dense, versions
+from .._tree.leaves import versions
 from .._tree.matching import matching_leaves
 from .._tree.pytree import FlatTree, Leaves, Tree
 
@@ -53,7 +53,7 @@ class MicrobatchResult(NamedTuple):
     aux: list[Any]
 
 
-class Outputs(NamedTuple):
+class LossOutputs(NamedTuple):
     """The results of `loss_fn`, checked, on the graph of its forward."""
 
     loss: Tensor  # unscaled, 0-d, at least float32
@@ -83,18 +83,16 @@ class ForwardBackward:
         self.scale, self.loss_fn, self.flat_buffers = flat_scaler.tree.scale, loss_fn, flat_buffers
         self.flat_params, self.layout = flat_params, layout
         self.present_params = layout.pick_present(flat_params.leaves)
-        self.tensors_are_leaves = is_dense = flat_params.tensor_list.dense_without_history
-        self.sharded, self.uses_torch_func = False, context.traced
+        is_dense = flat_params.tensor_list.dense_without_history
+        self.sharded = not is_dense and dtensor.any_dtensor(self.present_params)
+        self.uses_torch_func = context.traced
         self.keeps_graph = differentiable and not self.uses_torch_func
-        self.detaches = not (self.uses_torch_func or self.keeps_graph)
+        self.returns_detached = not (self.uses_torch_func or self.keeps_graph)
         # make_fx does not see that a subclass is made, and would take parameters for constants.
         self.in_make_fx = context.in_make_fx
-        if not context.reuses_plans and self.detaches:
+        if not context.reuses_plans and self.returns_detached:
             refuse_graph_end()
-        self.pointers = pointers if self.detaches else None
-        if not is_dense:
-            self.tensors_are_leaves = are_plain_dense(flat_params.leaves)
-            self.sharded = dtensor.any_dtensor(self.present_params)
+        self.pointers = pointers if self.returns_detached else None
         all_normal = is_dense and flat_scaler.tensor_list.dense_without_history
         if not (self.uses_torch_func or all_normal):
             *self.present_params, self.scale = _normal_tensors([*self.present_params, self.scale])
@@ -123,7 +121,7 @@ class ForwardBackward:
             stream_gradients(loss, inputs, on_grad, refuse_pieces=refuse_pieces)
         elif self.keeps_graph:
             graph = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
-            grads = with_zeros(graph, inputs)
+            grads = materialize_grads(graph, inputs)
         else:
             raw = compute_gradients(loss, inputs)
             grads = (
@@ -153,7 +151,7 @@ class ForwardBackward:
         leaves = [tensors.pop(0) if other is None else other[0] for other in others]
         return self._result(list(grads), private.pytree.tree_unflatten(leaves, structure))
 
-    def _result(self, grads: Leaves, outputs: Outputs) -> MicrobatchResult:
+    def _result(self, grads: Leaves, outputs: LossOutputs) -> MicrobatchResult:
         pointers, aux = self.pointers, outputs.aux
         detached = detach_and_unalias([outputs.loss, *outputs.buffers], pointers)
         loss, *buffers = detached
@@ -166,7 +164,7 @@ class ForwardBackward:
             grads = self.layout.with_none(grads)
         return MicrobatchResult(grads, loss, buffers, aux)
 
-    def run_forward(self, buffers: Leaves, microbatch: Any) -> tuple[Leaves, Tensor, Outputs]:
+    def run_forward(self, buffers: Leaves, microbatch: Any) -> tuple[Leaves, Tensor, LossOutputs]:
         """Return the parameters, the scaled loss on its graph over them, and the outputs, in eager
         mode.
         """
@@ -216,14 +214,14 @@ class ForwardBackward:
 
     def _scaled_loss(
         self, buffers: Leaves, microbatch: Any, inputs: Leaves
-    ) -> tuple[Tensor, Outputs]:
+    ) -> tuple[Tensor, LossOutputs]:
         """Return the loss of a call of `loss_fn` times the scale, and its outputs."""
         params = self.layout.unflatten(inputs)
         buffer_tree = self.flat_buffers.structure.unflatten(buffers)
         try:
             returned = self.loss_fn(params, buffer_tree, microbatch)
         except TypeError:
-            check_form(self.loss_fn)
+            check_loss_fn(self.loss_fn)
             raise
         except RuntimeError as error:
             if "Tensor.requires_grad_()" in str(error):
@@ -245,7 +243,7 @@ class ForwardBackward:
             )[1]
         wide = wide_loss(loss, self.scale)
         wide = wide.reshape(()) if wide.ndim else wide
-        return wide * self.scale, Outputs(wide, alike, aux)
+        return wide * self.scale, LossOutputs(wide, alike, aux)
 
 
 _REQUIRES_GRAD = (
@@ -289,7 +287,7 @@ def check_container(new_buffers: Any, buffers: Tree) -> None:
         )
 
 
-def check_form(loss_fn: Callable[..., Any]) -> None:
+def check_loss_fn(loss_fn: Callable[..., Any]) -> None:
     """Refuse a loss_fn that does not take three arguments."""
     if torch.compiler.is_dynamo_compiling():  # refuses it in words of its own
         return

@@ -100,8 +100,8 @@ def _on_graph(optimizer: FlatOptimizer, inputs: StepInputs) -> bool:
 
 def _replaced(inputs: StepInputs) -> TensorList:
     """Return the tensors of this rank that a step replaces: parameters and state."""
-    if inputs.leaves_if_dense is not None:
-        return inputs.leaves_if_dense
+    if inputs.dense_leaves is not None:
+        return inputs.dense_leaves
     leaves = [*inputs.params, *pytree.flatten(inputs.opt_state)[0]]
-    shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
+    shards = [dtensor.local_shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
     return TensorList(shards)

@@ -40,9 +40,9 @@ from .._step.window_result import (
     MicrobatchWeights,
     Totals,
     WindowResult,
+    all_reduce_totals,
+    compute_totals,
     normalized,
-    sum_microbatches,
-    sum_ranks,
     window_fraction,
 )
 from .._torch.donation import ArgumentMemory, storage_pointers
@@ -67,21 +67,20 @@ def weigh_microbatches(
         )
     num_microbatches, weight_fn = len(microbatches), options.weight_fn
     if weight_fn is None:
-        values = None
-        only_mean = options.on_nonfinite == "drop_window" and not options.max_retries
-        if options.group is not None or not (num_microbatches == 1 or only_mean):
+        ones = None
+        if options.group is not None or (num_microbatches > 1 and options.measures_microbatches):
             wide = widest_float(scale.device)
-            values = torch.ones(num_microbatches, dtype=wide, device=scale.device)
+            ones = torch.ones(num_microbatches, dtype=wide, device=scale.device)
         shares = [1 / num_microbatches] * num_microbatches
-        return MicrobatchWeights(values, shares, [True] * num_microbatches)
+        return MicrobatchWeights(ones, shares, [True] * num_microbatches)
     returned = [weight_fn(microbatch) for microbatch in microbatches]
-    values = torch.stack([as_weight("weight_fn returned", weight, scale) for weight in returned])
+    weights = torch.stack([as_weight("weight_fn returned", weight, scale) for weight in returned])
     floats = as_floats(returned)
     if floats is not None:
         total = sum(floats) or 1.0
-        return MicrobatchWeights(values, [n / total for n in floats], [n > 0 for n in floats])
-    is_counted = is_weight(values) & (values > 0)
-    return MicrobatchWeights(values, normalized(values, is_counted).unbind(), is_counted.unbind())
+        return MicrobatchWeights(weights, [n / total for n in floats], [n > 0 for n in floats])
+    has_weight = is_weight(weights) & (weights > 0)
+    return MicrobatchWeights(weights, normalized(weights, has_weight).unbind(), has_weight.unbind())
 
 
 # ---- the window ----------------------------------------------------------------------------------
@@ -123,17 +122,17 @@ def accumulate_microbatches(
         )
     before = versions(memory.batch_tensors)
     if len(microbatches) == 1 and options.group is None:
-        window = _window_of_one(options, weights, forward_backward, microbatches[0], memory)
+        window = _accumulate_one(options, weights, forward_backward, microbatches[0], memory)
     else:
         buffers_to_reduce = buffers.leaves if buffers_to_reduce is None else buffers_to_reduce
-        window = _window_of_several(
+        window = _accumulate_several(
             options, weights, forward_backward, microbatches, memory, buffers_to_reduce
         )
     check_unwritten(memory.batch_tensors, before)
     return window
 
 
-def _window_of_one(
+def _accumulate_one(
     options: TrainStepOptions,
     weights: MicrobatchWeights,
     forward_backward: ForwardBackward,
@@ -148,19 +147,14 @@ def _window_of_one(
         forward_backward.flat_params.tensor_list,
         Pending(divisor=forward_backward.scale),
     )
-    grads = as_gradients(out.grads, pending, owned=forward_backward.detaches, params=params)
-    loss, totals_row = out.loss, None
-    if weights.values is not None:
-        totals_row, means = sum_microbatches(weights.values, torch.stack([loss]), [])
-        loss = means[1].to(loss.dtype)
-    fraction = window_fraction(options, totals_row, 1, forward_backward.scale.device)
-    loss = loss if fraction is None else (loss * fraction).to(loss.dtype)
+    grads = as_gradients(out.grads, pending, owned=forward_backward.returns_detached, params=params)
+    loss, totals_row, _, fraction = _average_losses(options, weights, [out.loss], [])
     return WindowResult(
         grads, loss, out.buffers, tuple(out.aux), None, totals_row, fraction=fraction
     )
 
 
-def _window_of_several(
+def _accumulate_several(
     options: TrainStepOptions,
     weights: MicrobatchWeights,
     forward_backward: ForwardBackward,
@@ -175,7 +169,7 @@ def _window_of_several(
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, entry in enumerate(microbatches):
-        updates_buffers, microbatch = weights.is_counted[index], entry
+        updates_buffers, microbatch = weights.has_weight[index], entry
         if isinstance(entry, FUNCTION_TYPES):
             microbatch = _make_microbatch(entry, forward_backward, memory)
         if reduction is not None and index == last:
@@ -238,31 +232,46 @@ def _finish_window(
     """Return the mean, the loss and the totals. With a group the mean is sent, and the other two
     are over all ranks.
     """
-    options, weight, scale = mean.options, mean.weights.values, mean.scale
-    loss, totals_row, rank_divisor = losses[0], None, None
-    if weight is not None:
-        drops = options.on_nonfinite == "drop_microbatch"
-        own, means = sum_microbatches(weight, torch.stack(losses), mean.overflows)
-        totals_row = own
-        if options.group is not None:
-            totals_row, means = sum_ranks(own, means, options.group)
-            in_mean = operator.attrgetter("good_weight" if drops else "counted_weight")
-            rank_divisor = mean_divisor(in_mean(Totals.of(own)), in_mean(Totals.of(totals_row)))
-        loss_of_good, loss = means.unbind()
-        if drops:  # if all were dropped, the loss of all of them shows why
-            loss = torch.where(Totals.of(totals_row).good_weight > 0, loss_of_good, loss)
-    else:
-        loss = torch.stack(losses).mean(dtype=widest_float(scale.device)).to(loss.dtype)
-    fraction = window_fraction(options, totals_row, len(losses), scale.device)
-    loss = (loss if fraction is None else loss * fraction).to(losses[0].dtype)
+    options = mean.options
+    averaged = _average_losses(options, mean.weights, losses, mean.overflows)
+    loss, totals_row, rank_divisor, fraction = averaged
     if reduction is not None:  # the gradients are sent already
-        grads = Gradients.of_dense([], Pending(divisor=scale), owned=True)
+        grads = Gradients.of_dense([], mean.pending, owned=True)
     else:
         grads = mean.result()
         if options.group is not None:
             reduction = send_mean(mean, grads, buffers_to_reduce, rank_divisor)
-    dropped = not mean.stays_scaled
+    dropped = options.drops_microbatches
     return WindowResult(grads, loss, buffers, aux, reduction, totals_row, dropped, fraction)
+
+
+def _average_losses(
+    options: TrainStepOptions,
+    weights: MicrobatchWeights,
+    losses: list[Tensor],
+    overflows: list[Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the loss of a window and its totals, over all ranks of a group, the divisor of this
+    rank's mean there, and the part of a full window that counts.
+    """
+    loss, weight, device = losses[0], weights.unnormalized, losses[0].device
+    totals_row, rank_divisor = None, None
+    if weight is not None:
+        totals_row, means = compute_totals(weight, torch.stack(losses), overflows)
+        if options.group is not None:
+            own = Totals.of(totals_row)
+            totals_row, means = all_reduce_totals(totals_row, means, options.group)
+            drops = options.drops_microbatches
+            in_mean = operator.attrgetter("good_weight" if drops else "counted_weight")
+            rank_divisor = mean_divisor(in_mean(own), in_mean(Totals.of(totals_row)))
+        loss_of_good, loss = means.unbind()
+        if options.drops_microbatches:  # if all were dropped, the loss of all of them shows why
+            loss = torch.where(Totals.of(totals_row).good_weight > 0, loss_of_good, loss)
+    elif len(losses) > 1:
+        loss = torch.stack(losses).mean(dtype=widest_float(device)).to(loss.dtype)
+    fraction = window_fraction(options, totals_row, len(losses), device)
+    loss = (loss if fraction is None else loss * fraction).to(losses[0].dtype)
+    return loss, totals_row, rank_divisor, fraction
 
 
 # ---- batch norm over a window --------------------------------------------------------------------

@@ -20,7 +20,7 @@ from .._tree import pytree
 from .._tree.aliasing import copy_aliased_leaves
 from .._tree.matching import matching_leaves
 from .._tree.pytree import FlatTree, Leaves, Tree
-from .._tree.select import select, select_leaves, write_over_leaves
+from .._tree.select import overwrite_leaves, select, select_leaves
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -39,10 +39,10 @@ def advance_control(
     guard: Leaves = []
     if isinstance(decision.rejected, Tensor):
         names = "state.guard", "the state that the guard returned"
-        old, new, _ = matching_leaves(flat_state.guard, guard_state, *names)
+        old, new, _ = matching_leaves(flat_state.step_rng_guard.tree.guard, guard_state, *names)
         guard = select_leaves(decision.skip & ~decision.rejected, old, new)
     scaler = _next_scaler(options, flat_state.scaler, attempt, decision)
-    step = flat_state.step + (1 if decision.known_applied else ~decision.skip)
+    step = flat_state.step_rng_guard.tree.step + (1 if decision.known_applied else ~decision.skip)
     generator = [] if isinstance(attempt.rng, tuple) else [attempt.rng]
     return [*scaler, step, *generator, *guard]
 
@@ -61,7 +61,7 @@ def assemble_state(
     params, opt_state = stepped
     leaves = _next_buffers(flat_state.buffers, buffers, decision, in_place=may_write.buffers)
     if may_write.control and len(control) == len(flat_state.control_leaves):  # all are tensors
-        control = _write_over_control(flat_state, control)
+        control = _overwrite_control(flat_state, control)
     num_of_scaler = len(flat_state.scaler.leaves)
     step, rng, guard = flat_state.step_rng_guard.structure.unflatten(control[num_of_scaler:])
     return TrainState(
@@ -75,12 +75,12 @@ def assemble_state(
     )
 
 
-def _write_over_control(flat_state: FlatState, new: Leaves) -> Leaves:
+def _overwrite_control(flat_state: FlatState, new: Leaves) -> Leaves:
     """Return scaler, count, generator and guard after `new` was written into those of the state. If
     a rule or a guard returned tensors on a graph, nothing is written.
     """
     if not flat_state.prepared_step.known.all_writable or any(map(_requires_grad, new)):
-        return write_over_leaves(flat_state.control_leaves, new)
+        return overwrite_leaves(flat_state.control_leaves, new)
     foreach.copy_list_(flat_state.control_leaves, new)
     return flat_state.control_leaves
 
@@ -124,7 +124,7 @@ def _overflow_and_amax(
     """
     overflow, flags = decision.overflow, attempt.flags
     # The loss of the step leaves out a microbatch that was dropped.
-    if flags is not None and options.on_nonfinite == "drop_microbatch":
+    if flags is not None and options.drops_microbatches:
         overflow = flags.retryable
     found_inf = overflow & (attempt.window.loss.abs() < math.inf)
     amax: Any = decision.grad_amax

@@ -42,8 +42,8 @@ def _reduce_over_ranks(
 
     If only the mean is measured, no flag tells of an overflow: that of one rank is inf or NaN in
     the sum, so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an
-    overflow on several ranks has the norm inf, as in one process. `window_result.sum_ranks` has
-    already reduced the flags of single microbatches and of weights.
+    overflow on several ranks has the norm inf, as in one process. `window_result.all_reduce_totals`
+    has already reduced the flags of single microbatches and of weights.
     """
     params, before, after = flat_state.params.leaves, flat_state.buffers.leaves, window.buffers
     for index, (old, new) in enumerate(zip(before, after, strict=True), len(params)):
@@ -104,23 +104,23 @@ def start_reduction(mean: WindowMean, buffers: Leaves) -> Reduction | None:
     without a group, in a trace, or if the last microbatch has to be measured first.
     """
     options, group = mean.options, mean.options.group
-    if group is None or options.max_retries or not (mean.stays_scaled and mean.in_place):
+    if group is None or options.measures_microbatches or not mean.in_place:
         return None
     # The divisor depends on the weights only, so it is known before the gradients.
-    weights = mean.weights.values
+    weights = mean.weights.unnormalized
     weight = torch.where(is_weight(weights), weights, 0).sum()
     divisor = mean_divisor(weight, all_reduce(weight, "sum", group))
     return reduction_of(mean.forward_backward.flat_params.leaves, buffers, divisor, group)
 
 
 def send_gradient(
-    mean: WindowMean, reduction: Reduction, tensor_index: int, gradient: list[Tensor]
+    mean: WindowMean, reduction: Reduction, tensor_index: int, grad_cell: list[Tensor]
 ) -> None:
     """Add a gradient of the last microbatch to the mean, and send it."""
-    new = as_gradients(donation.take_ownership(gradient))
-    last = len(mean.weights.is_counted) - 1
+    new = as_gradients(donation.take_ownership(grad_cell))
+    last = len(mean.weights.has_weight) - 1
     before = None if mean.sums is None else [mean.sums[tensor_index]]
-    sums = mean.with_share(before, new.tensors, last)
+    sums = mean.add_weighted(before, new.tensors, last)
     tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
     index = mean.forward_backward.layout.leaf_indices[tensor_index]
     reduction.put(index, new.as_leaves(tensors)[0], is_last_use=True, nan=_sent_for_nan(mean))
@@ -142,4 +142,4 @@ def _sent_for_nan(mean: WindowMean) -> float | None:
     """
     if mean.options.clip.norm_type is None and not mean.options.rule_traits.takes_amax:
         return None
-    return math.nan if len(mean.weights.is_counted) == 1 else math.inf
+    return math.nan if len(mean.weights.has_weight) == 1 else math.inf

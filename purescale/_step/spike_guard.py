@@ -242,7 +242,7 @@ def check_is_guard(guard: Any) -> None:
         )
 
 
-def check_guarded(guard: Any, state: Tree) -> None:
+def check_guard_state(guard: Any, state: Tree) -> None:
     """Refuse a guard without its state, and a state without its guard."""
     if guard is None:
         raise ValueError(

@@ -241,7 +241,17 @@ class TrainStepOptions(NamedTuple):
     rule_traits: RuleTraits
 
     @property
-    def must_agree(self) -> dict[str, Any]:
+    def drops_microbatches(self) -> bool:
+        """True if an overflow drops its microbatch; False if it skips the step."""
+        return self.on_nonfinite == "drop_microbatch"
+
+    @property
+    def measures_microbatches(self) -> bool:
+        """True if each microbatch is measured; False if the mean alone is."""
+        return self.drops_microbatches or self.max_retries > 0
+
+    @property
+    def agreed_settings(self) -> dict[str, Any]:
         """Return by name what all ranks of a group must have alike."""
         same = ("optimizer", "rule", "guard", "on_nonfinite", "bn_update")
         return {

@@ -28,7 +28,7 @@ from .._step.microbatches import (
 from .._step.next_state import advance_control, assemble_state
 from .._step.reduce import reduce_window
 from .._step.retry import run_with_retries
-from .._step.spike_guard import Guard, check_guarded
+from .._step.spike_guard import Guard, check_guard_state
 from .._step.train_state import (
     BNUpdate,
     StepInfo,
@@ -179,11 +179,11 @@ def train_step(
         return flat_state, options, weights
 
     if group is None:
-        return _stages(*prepare_call(None), microbatches)
-    return _stages(*prepare_on_all_ranks(group, prepare_call, state), microbatches)
+        return _run_stages(*prepare_call(None), microbatches)
+    return _run_stages(*prepare_on_all_ranks(group, prepare_call, state), microbatches)
 
 
-def _stages(
+def _run_stages(
     flat_state: FlatState,
     options: TrainStepOptions,
     weights: MicrobatchWeights,
@@ -210,7 +210,9 @@ def _stages(
 
     attempt = run_with_retries(options, flat_state, run_window)
     window, stats = attempt.window, attempt.stats
-    guard_state, rejects = call_guard(options.guard, flat_state.guard, window, stats)
+    guard_state, rejects = call_guard(
+        options.guard, flat_state.step_rng_guard.tree.guard, window, stats
+    )
     decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     control = advance_control(options, flat_state, attempt, decision, guard_state)
@@ -258,7 +260,7 @@ def _check_arguments(state: Any, microbatches: Any, options: TrainStepOptions) -
             "another microbatch. Fix: `[make() for make in microbatches]`, or max_retries=0."
         )
     if options.guard is not None or state.guard != ():
-        check_guarded(options.guard, state.guard)
+        check_guard_state(options.guard, state.guard)
     if not isinstance(state.rng, tuple):
         refuse_in_trace_or_capture(
             "a step with rng in its state cannot be traced or captured: torch.compile, torch.func "

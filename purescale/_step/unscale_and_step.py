@@ -170,11 +170,11 @@ def unscale_and_step(
         params, scaled_grads, opt_state, scaler
     )
     check_scale(scale, params, grads.templates, "grads", grads.tensor_list)
-    if clip.clip_value is not None and not grads.tensors_are_leaves:
+    if clip.clip_value is not None and not grads.all_plain_dense:
         refuse_complex(params, grads.templates, "grads")
     may_write = MayWrite()
     if donate:
-        of_scaler = [x for x in prepared_step.trees[-1].leaves if isinstance(x, Tensor)]
+        of_scaler = [x for x in prepared_step.others[-1].leaves if isinstance(x, Tensor)]
         read_only = [*of_scaler, *clip.tensor_bounds]
         may_write = decide_writes_by_hand(flat_optimizer, prepared_step, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._loss_scale.rules import HasScale, NoScale
 from .._loss_scale.scaling import check_scale
 from .._optim.param_layout import ParamLayout
-from .._step.forward_backward import ForwardBackward, LossFn, check_form, check_unwritten
+from .._step.forward_backward import ForwardBackward, LossFn, check_loss_fn, check_unwritten
 from .._torch import donation
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import CallContext, current_context
@@ -91,7 +91,7 @@ def value_and_grad(
             "Fix: `(loss, buffers), grads = value_and_grad(loss_fn)(params, buffers, microbatch, "
             "scaler)`."
         )
-    check_form(loss_fn)
+    check_loss_fn(loss_fn)
     return functools.partial(_value_and_grad, loss_fn)
 
 

@@ -17,7 +17,7 @@ from .._torch.dtypes import wide_dtype
 from .._torch.foreach import multiply_by_number_, weighted_sum
 from .._torch.private import listops
 from .._tree.gradients import NOTHING_PENDING, Gradients, Pending, as_gradients
-from .._tree.leaves import as_dense_real
+from .._tree.leaves import are_plain_dense, as_dense_real
 from .._tree.pytree import Leaves
 
 # The mean number of elements of a gradient above which it pays to add each one as it is made: that
@@ -41,9 +41,9 @@ class WindowMean:
     ) -> None:
         self.options = options
         self.weights, self.forward_backward = weights, forward_backward
-        self.scale, self.in_place = forward_backward.scale, forward_backward.detaches
+        self.scale, self.in_place = forward_backward.scale, forward_backward.returns_detached
         self.pending = Pending(divisor=self.scale)
-        self.stays_scaled = options.on_nonfinite == "drop_window"
+        self.stays_scaled = not options.drops_microbatches
         self.sums: list[Any] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled
         self.overflows: list[Tensor] = []  # of each microbatch that was measured
@@ -58,24 +58,23 @@ class WindowMean:
             self.forward_backward.flat_params.tensor_list,
         )
         return (
-            self.stays_scaled
-            and self.in_place
-            and not self.options.max_retries
+            self.in_place
+            and not self.options.measures_microbatches
             and not forward_backward.in_make_fx
             and params.dense_without_history
             and params.num_elements > _LARGE * len(params.tensors)
             and not any([isinstance(share, Tensor) for share in self.weights.shares])
         )
 
-    def add_gradient(self, index: int, tensor_index: int, gradient: list[Tensor]) -> None:
+    def add_gradient(self, index: int, tensor_index: int, grad_cell: list[Tensor]) -> None:
         """Average one gradient of a microbatch that counts in."""
         if self.sums is None:
             self.sums = [None] * len(self.forward_backward.present_params)
         if (total := self.sums[tensor_index]) is not None:
-            total.add_(as_dense_real(gradient.pop()), alpha=self.weights.shares[index])
+            total.add_(as_dense_real(grad_cell.pop()), alpha=self.weights.shares[index])
         else:
-            new = [as_dense_real(donation.take_ownership(gradient)[0])]
-            self.sums[tensor_index] = self.with_share(None, new, index)[0]
+            new = [as_dense_real(donation.take_ownership(grad_cell)[0])]
+            self.sums[tensor_index] = self.add_weighted(None, new, index)[0]
 
     def add(self, index: int, leaves: Leaves) -> bool | Tensor:
         """Add the gradients of a microbatch to the mean. Return True if it counts for the
@@ -83,23 +82,23 @@ class WindowMean:
         """
         params = self.forward_backward.flat_params.tensor_list
         grads = as_gradients(leaves, self.pending, params=params)
-        is_counted = self.weights.is_counted[index]
-        if self.options.max_retries or not self.stays_scaled:
+        has_weight = self.weights.has_weight[index]
+        if self.options.measures_microbatches:
             self.overflows.append(measure(grads, self.scale).overflow)
         if self.stays_scaled:
-            self.sums = self.with_share(self.sums, grads.tensors, index)
-            return is_counted
+            self.sums = self.add_weighted(self.sums, grads.tensors, index)
+            return has_weight
         accum = init_accum(grads.tensors) if self.accum is None else self.accum
-        weight, overflow = self.weights.values[index], self.overflows[-1]
+        weight, overflow = self.weights.unnormalized[index], self.overflows[-1]
         self.accum = add_microbatch(accum, grads, weight, overflow, in_place=self.in_place)
-        return is_counted & ~overflow
+        return has_weight & ~overflow
 
-    def with_share(self, sums: list[Tensor] | None, new: list[Tensor], index: int) -> Any:
+    def add_weighted(self, sums: list[Tensor] | None, new: list[Tensor], index: int) -> Any:
         """Return `sums + new * share`, at least in float32, if microbatch `index` counts. None is
         an empty sum. The shares of a window sum to at most 1, so the sum does not overflow.
         """
-        share, is_counted = self.weights.shares[index], self.weights.is_counted[index]
-        if is_counted is False:
+        share, has_weight = self.weights.shares[index], self.weights.has_weight[index]
+        if has_weight is False:
             return sums
         if self.in_place and not isinstance(share, Tensor):  # in place, and off every graph
             if sums is None:
@@ -109,7 +108,7 @@ class WindowMean:
                 listops.add_(sums, new, alpha=share)
             return sums
         sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-        return weighted_sum(sums, new, share, is_counted, in_place=self.in_place)
+        return weighted_sum(sums, new, share, has_weight, in_place=self.in_place)
 
     def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
@@ -122,4 +121,5 @@ class WindowMean:
             sums = as_gradients(zeros).tensors
         params = source.flat_params
         mean = as_gradients(sums, pending, owned=self.in_place, params=params.tensor_list)
-        return mean._replace(templates=params.leaves, tensors_are_leaves=source.tensors_are_leaves)
+        is_dense = params.tensor_list.dense_without_history or are_plain_dense(params.leaves)
+        return mean._replace(templates=params.leaves, all_plain_dense=is_dense)

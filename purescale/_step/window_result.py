@@ -24,9 +24,9 @@ from .._tree.pytree import FlatTree, Leaves
 class MicrobatchWeights(NamedTuple):
     """The weights of a window's microbatches, known before the first one runs."""
 
-    values: Any  # Tensor [k]; None without a group if all are 1 and only the mean is measured
+    unnormalized: Any  # Tensor [k]; None without a group if all are 1 and only the mean is measured
     shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1, or 0 if no weight counts
-    is_counted: Sequence[bool | Tensor]  # the weight is valid and above 0
+    has_weight: Sequence[bool | Tensor]  # the weight is valid and above 0
 
 
 class WindowResult(NamedTuple):
@@ -100,32 +100,30 @@ class Attempt(NamedTuple):
         return self.stats.overflow & torch.isfinite(self.window.loss)
 
 
-def normalized(weight: Tensor, is_counted: Tensor) -> Tensor:
+def normalized(weight: Tensor, has_weight: Tensor) -> Tensor:
     """Return the weights of those that count over their sum, zeros if none does."""
-    counted = torch.where(is_counted, weight, 0)
-    return counted / torch.where(is_counted.any(), counted.sum(), 1)
+    counted = torch.where(has_weight, weight, 0)
+    return counted / torch.where(has_weight.any(), counted.sum(), 1)
 
 
-def sum_microbatches(
-    weight: Tensor, loss: Tensor, overflows: list[Tensor]
-) -> tuple[Tensor, Tensor]:
+def compute_totals(weight: Tensor, loss: Tensor, overflows: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return `Totals` as one tensor, and the mean losses of the good ones and of all that
     count.
     """
     invalid = ~is_weight(weight)
-    is_counted = ~invalid & (weight > 0)
-    overflow = torch.stack(overflows) & is_counted if overflows else torch.zeros_like(is_counted)
-    good, finite = is_counted & ~overflow, torch.isfinite(loss)
-    weights = [torch.where(flag, weight, 0).sum() for flag in (good, is_counted)]
+    has_weight = ~invalid & (weight > 0)
+    overflow = torch.stack(overflows) & has_weight if overflows else torch.zeros_like(has_weight)
+    good, finite = has_weight & ~overflow, torch.isfinite(loss)
+    weights = [torch.where(flag, weight, 0).sum() for flag in (good, has_weight)]
     means = [
-        (torch.where(flag, loss, 0) * normalized(weight, flag)).sum() for flag in (good, is_counted)
+        (torch.where(flag, loss, 0) * normalized(weight, flag)).sum() for flag in (good, has_weight)
     ]
-    flags = torch.ones_like(good), good, invalid, overflow, overflow & finite, is_counted & ~finite
+    flags = torch.ones_like(good), good, invalid, overflow, overflow & finite, has_weight & ~finite
     totals_row = torch.stack([*weights, *(flag.sum().to(weight.dtype) for flag in flags)])
     return totals_row, torch.stack(means)
 
 
-def sum_ranks(totals_row: Tensor, means: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def all_reduce_totals(totals_row: Tensor, means: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Return the totals and mean losses of all ranks, from one reduction."""
     weights = totals_row[:2]  # those of the mean losses: `good_weight` and `counted_weight`
     row = torch.cat([totals_row, torch.where(weights > 0, weights * means, 0)])
@@ -152,7 +150,7 @@ def window_fraction(
     elif size != num_microbatches:
         wide = widest_float(device)
         fraction = torch.full((), num_microbatches / size, dtype=wide, device=device)
-    if options.on_nonfinite == "drop_microbatch" and total is not None:
+    if options.drops_microbatches and total is not None:
         kept = total.good_weight / torch.where(total.counted_weight > 0, total.counted_weight, 1)
         kept = torch.where(total.num_good > 0, kept, 1)
         fraction = kept if fraction is None else kept * fraction

@@ -47,7 +47,7 @@ def storage_pointer(leaf: Any) -> int | None:
         return None
     try:
         if leaf.layout is torch.strided:
-            local = dtensor.shard(leaf) if dtensor.is_dtensor(leaf) else leaf
+            local = dtensor.local_shard(leaf) if dtensor.is_dtensor(leaf) else leaf
             return local.untyped_storage().data_ptr()
         values = private.values(leaf) if leaf.layout is torch.sparse_coo else leaf.values()
         return values.untyped_storage().data_ptr()

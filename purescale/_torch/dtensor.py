@@ -85,7 +85,7 @@ def is_sharded(leaf: Any) -> bool:
     return is_dtensor(leaf) and not all(p.is_replicate() for p in leaf.placements)
 
 
-def shard(leaf: Any, *, on_graph: bool = True) -> Any:
+def local_shard(leaf: Any, *, on_graph: bool = True) -> Any:
     """Return this rank's shard of a DTensor, not a copy; anything else unchanged."""
     if not is_dtensor(leaf):
         return leaf
@@ -93,7 +93,7 @@ def shard(leaf: Any, *, on_graph: bool = True) -> Any:
         on_graph and leaf.requires_grad and torch.is_grad_enabled()
     ):
         return leaf.to_local()
-    return arrived(_local(leaf))
+    return wait_for(_local(leaf))
 
 
 def _local(leaf: DTensor) -> Tensor:
@@ -101,7 +101,7 @@ def _local(leaf: DTensor) -> Tensor:
         return leaf.to_local()
 
 
-def arrived(tensor: Any) -> Tensor:
+def wait_for(tensor: Any) -> Tensor:
     """Return a tensor once the collective that fills it is done."""
     is_pending = type(tensor) not in PLAIN_TYPES and hasattr(tensor, "wait")
     whole: Tensor = tensor.wait() if is_pending else tensor

@@ -72,7 +72,7 @@ def unscaled_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype is torch.float16 else dtype
 
 
-def saturating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_saturating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `tensor.to(dtype)`, but finite values stay finite if `dtype` has a smaller range."""
     if tensor.dtype is dtype:
         return tensor
@@ -129,7 +129,9 @@ def rounded_on_bits(
 
 
 def nearest_on_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `saturating` of a float32 or float64 tensor to half precision, with the same bits."""
+    """Return `cast_saturating` of a float32 or float64 tensor to half precision, with the same
+    bits.
+    """
 
     def half_and_even(bits: Tensor, n: int) -> Tensor:
         return ((bits >> n) & 1) + ((1 << (n - 1)) - 1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch import private
-from .._torch.dtypes import largest_within, saturating, to_device, unscaled_dtype, wide_dtype
+from .._torch.dtypes import cast_saturating, largest_within, to_device, unscaled_dtype, wide_dtype
 from .._torch.private import listops
 from .._torch.tracing import PLAIN_OR_FAKE, host_can_read, is_on_a_graph, traced, under_transform
 
@@ -250,14 +250,16 @@ def _within_range(bound: float, dtype: torch.dtype) -> float:
 
 
 def cast(tensors: Sequence[Tensor], dtypes: torch.dtype | Sequence[torch.dtype]) -> list[Tensor]:
-    """Return `saturating` of each. A tensor that has its dtype already is returned as it is."""
+    """Return `cast_saturating` of each. A tensor that has its dtype already is returned as it
+    is.
+    """
     if isinstance(dtypes, torch.dtype):
         dtypes = [dtypes] * len(tensors)
     pairs = list(zip(tensors, dtypes, strict=True))
     if not tensors or all(tensor.dtype is dtype for tensor, dtype in pairs):
         return list(tensors)
     if not (can_use_foreach(tensors) and is_on_accelerator(tensors[0])):
-        return [saturating(tensor, dtype) for tensor, dtype in pairs]
+        return [cast_saturating(tensor, dtype) for tensor, dtype in pairs]
     results = list(tensors)
     kinds: dict[Any, list[int]] = {}
     for index, (tensor, dtype) in enumerate(pairs):
@@ -462,7 +464,7 @@ def _weighted(
     if isinstance(old_share, Tensor):
         old_share = old_share.to(wide)
     kept = total.to(wide) if old_share is None else total.to(wide) * old_share
-    return saturating(kept + added, total.dtype)
+    return cast_saturating(kept + added, total.dtype)
 
 
 # The dtypes of sums that `add_where_` adds to as its terms are.

@@ -27,7 +27,7 @@ class LocalStats(NamedTuple):
     """The largest magnitudes and the norm of tensors on this rank."""
 
     # the largest magnitude of each dtype before unscaling, at least float32, NaN or inf too
-    amax: dict[torch.dtype, Tensor]
+    scaled_amaxes: dict[torch.dtype, Tensor]
     # of the unscaled tensors, in the widest dtype of the device; None if not asked for
     norm: Tensor | None
 
@@ -40,7 +40,7 @@ class LocalStats(NamedTuple):
         # of what is not negative; torch.isfinite takes four operators
         finite = [
             (amax / divisor).to(unscaled_dtype(dtype)) < math.inf
-            for dtype, amax in self.amax.items()
+            for dtype, amax in self.scaled_amaxes.items()
         ]
         if not finite:
             return torch.ones((), dtype=torch.bool, device=divisor.device)

@@ -37,7 +37,7 @@ def sgd(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Te
     """Sutskever et al., On the importance of initialization and momentum (2013), as torch has it:
     the first buffer is the gradient.
     """
-    grad, momentum = _decayed(param, grad, settings), settings["momentum"]
+    grad, momentum = _add_l2_penalty(param, grad, settings), settings["momentum"]
     if _is_static_zero(momentum):
         return param - settings["lr"] * grad, {}
     dampening = settings["dampening"]
@@ -55,7 +55,7 @@ def adam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: T
     `amsgrad`; Loshchilov and Hutter, Decoupled weight decay regularization (2019), for AdamW.
     """
     beta1, beta2 = settings["betas"]
-    param, grad = _decoupled(param, grad, settings)
+    param, grad = _apply_weight_decay(param, grad, settings)
     m = _ema(slots["exp_avg"], grad, beta1)
     v = _ema_square(slots["exp_avg_sq"], grad, beta2)
     new = {"exp_avg": m, "exp_avg_sq": v}
@@ -70,7 +70,7 @@ def adagrad(
     param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor
 ) -> NewLeaf:
     """Duchi et al., Adaptive subgradient methods (2011), with a rate that decays."""
-    grad = _decayed(param, grad, settings)
+    grad = _add_l2_penalty(param, grad, settings)
     total = slots["sum"] + grad * grad
     rate = _expand(settings["lr"] / (1 + (t - 1) * settings["lr_decay"]), param, slots)
     return param - rate * grad / (_safe_sqrt(total) + settings["eps"]), {"sum": total}
@@ -80,7 +80,7 @@ def rmsprop(
     param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor
 ) -> NewLeaf:
     """Tieleman and Hinton, lecture 6.5 (2012); `centered` by Graves (2013)."""
-    grad = _decayed(param, grad, settings)
+    grad = _add_l2_penalty(param, grad, settings)
     v = _ema_square(slots["square_avg"], grad, settings["alpha"])
     new, variance = {"square_avg": v}, v
     if settings["centered"]:
@@ -97,7 +97,7 @@ def adadelta(
     param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor
 ) -> NewLeaf:
     """Zeiler, ADADELTA (2012)."""
-    grad = _decayed(param, grad, settings)
+    grad = _add_l2_penalty(param, grad, settings)
     v = _ema_square(slots["square_avg"], grad, settings["rho"])
     delta = (
         _safe_sqrt(slots["acc_delta"] + settings["eps"]) / _safe_sqrt(v + settings["eps"]) * grad
@@ -109,7 +109,7 @@ def adadelta(
 def adamax(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
     """Kingma and Ba, Adam (2015), section 7.1."""
     beta1, beta2 = settings["betas"]
-    grad = _decayed(param, grad, settings)
+    grad = _add_l2_penalty(param, grad, settings)
     m = _ema(slots["exp_avg"], grad, beta1)
     u = torch.maximum(beta2 * slots["exp_inf"], grad.abs() + settings["eps"])
     rate = _expand(settings["lr"] / (1 - beta1**t), param, slots)
@@ -119,7 +119,7 @@ def adamax(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t:
 def nadam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
     """Dozat, Incorporating Nesterov momentum into Adam (2016)."""
     beta1, beta2 = settings["betas"]
-    param, grad = _decoupled(param, grad, settings)
+    param, grad = _apply_weight_decay(param, grad, settings)
     mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (n * settings["momentum_decay"])) for n in (t, t + 1))
     product = slots["mu_product"] * mu
     m = _ema(slots["exp_avg"], grad, beta1)
@@ -134,7 +134,7 @@ def nadam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: 
 def radam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
     """Liu et al., On the variance of the adaptive learning rate and beyond (2020)."""
     beta1, beta2 = settings["betas"]
-    param, grad = _decoupled(param, grad, settings)
+    param, grad = _apply_weight_decay(param, grad, settings)
     m = _ema(slots["exp_avg"], grad, beta1)
     v = _ema_square(slots["exp_avg_sq"], grad, beta2)
     # The length of a simple moving average of the same centre, now and in the limit.
@@ -153,7 +153,7 @@ def radam(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: 
 def asgd(param: Tensor, grad: Tensor, slots: LeafSlots, settings: Settings, t: Tensor) -> NewLeaf:
     """Polyak and Juditsky, Acceleration of stochastic approximation by averaging (1992)."""
     lr, lambd, ax = settings["lr"], settings["lambd"], slots["ax"]
-    grad = _decayed(param, grad, settings)
+    grad = _add_l2_penalty(param, grad, settings)
     eta, mu = torch.where(t == 1, lr, slots["eta"]), _expand(slots["mu"], param, slots)
     shrink = _expand(1 - lambd * eta, param, slots)
     param = param * shrink - _expand(eta, param, slots) * grad
@@ -235,17 +235,19 @@ def _is_static_zero(number: Any) -> bool:
     return not isinstance(number, Tensor) and number == 0
 
 
-def _decayed(param: Tensor, grad: Tensor, settings: Settings) -> Tensor:
+def _add_l2_penalty(param: Tensor, grad: Tensor, settings: Settings) -> Tensor:
     """Return the gradient of the loss with an L2 penalty."""
     weight_decay = settings["weight_decay"]
     return grad if _is_static_zero(weight_decay) else grad + weight_decay * param
 
 
-def _decoupled(param: Tensor, grad: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+def _apply_weight_decay(param: Tensor, grad: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """Return parameter and gradient after a weight decay of either kind."""
     if settings["decoupled_weight_decay"] and not _is_static_zero(settings["weight_decay"]):
         return param * (1 - settings["lr"] * settings["weight_decay"]), grad
-    return param, grad if settings["decoupled_weight_decay"] else _decayed(param, grad, settings)
+    if settings["decoupled_weight_decay"]:
+        return param, grad
+    return param, _add_l2_penalty(param, grad, settings)
 
 
 def _ema(old: Tensor, new: Tensor, beta: Any) -> Tensor:

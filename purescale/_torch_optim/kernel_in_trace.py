@@ -90,8 +90,10 @@ class KernelStepInJit(_KernelStepInTrace):
             add_to_counts(stepped, launch.count_indices, skip)
         operands = stepped, inputs.opt_state.applied, grads, inputs.step_settings
         for launch, call in self.calls(launches, *operands):
-            new = torch.ops.purescale.fused_update(*_arguments(self.kernel, call, skip))
-            for index, tensor in zip(itertools.chain(*launch.columns), new, strict=True):
+            new = torch.ops.purescale.fused_update(*_operator_arguments(self.kernel, call, skip))
+            for index, tensor in zip(
+                itertools.chain(*launch.param_and_slot_indices), new, strict=True
+            ):
                 stepped[index] = tensor
         return stepped[:num_params], structure.unflatten(stepped[num_params:])
 
@@ -149,7 +151,7 @@ class KernelStepInDynamo(_KernelStepInTrace):
         launches = self.plan_launches(TensorList(params), grad_indices, indices_of_slots, groups)
         leaves = [*params, *values_of(slot_lists)]
         for _, call in self.calls(launches, leaves, applied, grads, step_settings):
-            torch.ops.purescale.fused_update_(*_arguments(self.kernel, call, skip))
+            torch.ops.purescale.fused_update_(*_operator_arguments(self.kernel, call, skip))
 
 
 def _writable_slot_lists(inputs: StepInputs, *, in_place: bool) -> tuple[list[Tensor], SlotLists]:
@@ -206,7 +208,9 @@ def _update_targets(
 define("fused_update", _update_targets)
 
 
-def _arguments(kernel: FusedKernel, call: KernelCall, skip: Tensor | None) -> tuple[Any, ...]:
+def _operator_arguments(
+    kernel: FusedKernel, call: KernelCall, skip: Tensor | None
+) -> tuple[Any, ...]:
     """Return the arguments of the operator `fused_update`."""
     settings, grads, lr = call.settings, call.grads, call.settings["lr"]
     targets = [target for column in (call.params, *call.slots) for target in column]

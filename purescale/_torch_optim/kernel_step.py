@@ -32,7 +32,7 @@ class LaunchPlan(NamedTuple):
 
     group: ParamGroup
     # of the parameters, then of each slot of the kernel, empty for one that does not exist
-    columns: list[list[int]]
+    param_and_slot_indices: list[list[int]]
     count_indices: list[int]  # of the steps of each; empty if one count is for all
     grad_indices: list[int]  # among the gradients
     pick: Callable[[list[Any]], list[list[Any]]]  # returns the leaves of each column
@@ -53,7 +53,7 @@ class ParamGroupPlan(NamedTuple):
     leaves_fit_kernel: bool = False
 
 
-def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
+def _picker(param_and_slot_indices: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
     """Return a function of leaves that returns those of each column, by its indices."""
 
     def getter(column: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -61,7 +61,7 @@ def _picker(columns: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
         is_range = column == list(range(first, last + 1))
         return operator.itemgetter(*([slice(first, last + 1)] if is_range else column))
 
-    getters = list(map(getter, columns))
+    getters = list(map(getter, param_and_slot_indices))
     return lambda leaves: [list(get(leaves)) for get in getters]
 
 
@@ -80,11 +80,11 @@ class KernelStep:
         pairs = [
             pair
             for launch in launches
-            for slots in launch.columns[1:]
+            for slots in launch.param_and_slot_indices[1:]
             if slots
-            for pair in zip(launch.columns[0], slots, strict=True)
+            for pair in zip(launch.param_and_slot_indices[0], slots, strict=True)
         ]
-        dense = inputs.leaves_if_dense
+        dense = inputs.dense_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         fits = is_dense and in_order
@@ -109,13 +109,17 @@ class KernelStep:
                 with_grad = [index for index in grad_index_of.values() if index is not None]
                 if not indices:
                     continue
-                columns = [indices]
+                param_and_slot_indices = [indices]
                 for slot, setting in self.kernel.slot_conditions.items():
                     exists = not setting or settings[setting]
-                    columns.append([slot_lists[slot][n] for n in indices] if exists else [])
+                    param_and_slot_indices.append(
+                        [slot_lists[slot][n] for n in indices] if exists else []
+                    )
                 counts = [slot_lists[STEP][n] for n in indices] if STEP in slot_lists else []
-                pick, function = _picker(columns), self.kernel.bind(settings)
-                launches.append(LaunchPlan(group, columns, counts, with_grad, pick, function))
+                pick, function = _picker(param_and_slot_indices), self.kernel.bind(settings)
+                launches.append(
+                    LaunchPlan(group, param_and_slot_indices, counts, with_grad, pick, function)
+                )
         return launches
 
     def takes_values(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
@@ -148,7 +152,7 @@ class KernelStep:
         if not (plan.leaves_fit_kernel and in_place):
             leaves = writable_leaves(leaves, plan.param_slot_pairs, in_place=in_place)
         if not self._config.settings_are_constant:
-            step_settings = step_settings.map(self.kernel.kernel_settings)
+            step_settings = step_settings.map(self.kernel.convert_settings)
         num_params = len(inputs.params)
         grads = self.kernel.fold_factor(grads)
         state = structure.unflatten(leaves[num_params:])

@@ -65,7 +65,7 @@ class FusedKernel:
         function: Any = private.fused_kernel(name)
         return functools.partial(function, lr=settings["lr"], **arguments)
 
-    def kernel_settings(self, settings: Settings) -> dict[str, Any]:
+    def convert_settings(self, settings: Settings) -> dict[str, Any]:
         """Return settings as it takes them: a rate may be a tensor, and no other."""
         return {
             n: copied_number(v) if n == "lr" else read_numbers({n: v})[n]
@@ -76,10 +76,14 @@ class FusedKernel:
         """Return the gradients with `divisor / factor` as their divisor, because the kernel divides
         once. If that is out of range, they are multiplied by the factor first.
         """
-        divisor, factor, dtype = grads.pending.divisor, grads.pending.factor, grads.factor_dtype
+        divisor, factor, dtype = (
+            grads.pending.divisor,
+            grads.pending.clip_factor,
+            grads.factor_dtype,
+        )
         if factor is None:
             return grads
-        pending = grads.pending._replace(factor=None)
+        pending = grads.pending._replace(clip_factor=None)
         # Unless all gradients are float64, the divisor must fit into float32.
         only_double = grads.tensor_list.dtypes == {torch.float64}
         largest = torch.finfo(torch.float64 if only_double else torch.float32).max
@@ -100,7 +104,7 @@ class FusedKernel:
 
     def update(self, call: KernelCall, skip: Tensor | None) -> None:
         """Make the call. It divides the gradients itself if it can."""
-        if not _divides(call):
+        if not _can_divide(call):
             call = call._replace(grads=_grads_for_kernel(call))
         divisor = call.grads.pending.divisor
         found_inf = None if skip is None else skip.to(call.params[0].device, torch.float32)
@@ -133,7 +137,7 @@ class ForLoopKernel:
 
     def takes_tensors(self, params: TensorList, context: CallContext) -> bool:
         """Return True if it may step these parameters in place of the formula."""
-        readable = context.host_reads and params.are_on_cpu and are_comparable(params.tensors)
+        readable = context.host_may_read and params.are_on_cpu and are_comparable(params.tensors)
         return readable and params.dtypes <= _FULL_PRECISION
 
     def bind(self, settings: Settings) -> Callable[..., None]:
@@ -141,7 +145,7 @@ class ForLoopKernel:
         arguments = keyword_arguments(settings, self.setting_names)
         return functools.partial(self.function, foreach=False, **arguments)
 
-    def kernel_settings(self, settings: Settings) -> dict[str, Any]:
+    def convert_settings(self, settings: Settings) -> dict[str, Any]:
         """Return settings as it takes them, as Python numbers."""
         return read_numbers(settings)
 
@@ -251,7 +255,7 @@ class KernelCall(NamedTuple):
     grads_match_params: bool = False
 
 
-def _divides(call: KernelCall) -> bool:
+def _can_divide(call: KernelCall) -> bool:
     """Return True if a fused kernel can divide: by a float32 number only, and it overwrites the
     gradients with the result.
     """

@@ -36,7 +36,7 @@ class ParamGroupOptimizer(FlatOptimizer):
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self.config, self.must_agree = config, config.must_agree
+        self.config, self.agreed_settings = config, config.agreed_settings
         self.runs_user_code = config.spec.runs_user_code
         self.differentiable, self.elementwise = config.differentiable, config.spec.elementwise
 
@@ -179,7 +179,7 @@ class ParamGroupOptimizer(FlatOptimizer):
 class KernelOrFormulaOptimizer(ParamGroupOptimizer):
     """A class of torch.optim or a formula of a user's: a step is torch's kernel or the formula."""
 
-    steps_in_pieces = True
+    can_step_in_pieces = True
 
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
@@ -188,8 +188,8 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         if self.kernel is not None:
             self._kernel_step = KernelStep(config, self.kernel)
         if isinstance(self.kernel, FusedKernel):  # others read values
-            self._in_jit = KernelStepInJit(config, self.kernel)
-            self._in_dynamo = KernelStepInDynamo(config, self.kernel)
+            self._jit_kernel_step = KernelStepInJit(config, self.kernel)
+            self._dynamo_kernel_step = KernelStepInDynamo(config, self.kernel)
         self._formula_step = FormulaStep(config, self.slot_spec)
 
     def _init_slots(
@@ -225,9 +225,10 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         if not inputs.context.traced:
             return self._kernel_step.plan(inputs, groups)
         in_dynamo = torch.compiler.is_dynamo_compiling()
-        return (self._in_dynamo if in_dynamo else self._in_jit).plan(inputs, groups)
+        kernel_step = self._dynamo_kernel_step if in_dynamo else self._jit_kernel_step
+        return kernel_step.plan(inputs, groups)
 
-    def step_or_keep(
+    def step_or_skip(
         self,
         inputs: StepInputs,
         grads: Gradients,
@@ -239,7 +240,7 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         kernel_step = inputs.plan.kernel_step
         if kernel_step is not None and kernel_step.takes_values(inputs, grads, skip):
             return kernel_step(inputs, grads, skip, in_place=in_place)
-        return super().step_or_keep(inputs, grads, skip, in_place=in_place)
+        return super().step_or_skip(inputs, grads, skip, in_place=in_place)
 
     def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step by the formula, in fresh memory."""

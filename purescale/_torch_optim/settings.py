@@ -170,7 +170,7 @@ class OptimizerConfig:
         # Ranks compare all settings, including defaults.
         self.all_settings = dict(sorted({**values, **arguments}.items()))
         kind = spec.name if spec.cls is None else spec.cls
-        self.must_agree = kind, self.all_settings, self.overrides, self.in_state, schedule_by
+        self.agreed_settings = kind, self.all_settings, self.overrides, self.in_state, schedule_by
 
     def __repr__(self) -> str:
         extra = {"lr": self.lr, **self.arguments}

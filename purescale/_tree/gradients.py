@@ -26,7 +26,7 @@ class Pending(NamedTuple):
 
     divisor: Tensor | None = None  # the scale of the loss
     # of clipping, in the widest dtype of the device; a float where the host knows it
-    factor: float | Tensor | None = None
+    clip_factor: float | Tensor | None = None
     clip_value: float | Tensor | None = None
 
 
@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
 
     tensor_list: TensorList  # of the tensors
     templates: Sequence[Any]  # leaves whose form results get, with None; no Partial placement
-    tensors_are_leaves: bool  # True if the templates are dense and real, so that tensors are leaves
+    all_plain_dense: bool  # True if the templates are dense and real, so that tensors are leaves
     pending: Pending = NOTHING_PENDING
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
 
@@ -60,7 +60,7 @@ class Gradients(NamedTuple):
     @property
     def are_sharded(self) -> bool:
         """True if one of them is the shard of a DTensor."""
-        return not self.tensors_are_leaves and dtensor.any_dtensor(self.templates)
+        return not self.all_plain_dense and dtensor.any_dtensor(self.templates)
 
     @property
     def factor_dtype(self) -> torch.dtype:
@@ -71,7 +71,7 @@ class Gradients(NamedTuple):
 
     def as_leaves(self, results: Sequence[Tensor]) -> list[Any]:
         """Return the results in the form of their leaves: complex, a DTensor, or None for None."""
-        if self.tensors_are_leaves:
+        if self.all_plain_dense:
             return list(results)
         remaining = iter(results)
         return [
@@ -85,7 +85,7 @@ class Gradients(NamedTuple):
         if tensor_list is self.tensor_list:
             return self
         templates = tensor_list.tensors
-        if not self.tensors_are_leaves:
+        if not self.all_plain_dense:
             present_templates = self.present_templates
             templates = [present_templates[index] for index in indices]
         return self._replace(tensor_list=tensor_list, templates=templates)
@@ -101,8 +101,8 @@ class Gradients(NamedTuple):
         grads, pending = self.widened() if wide else self, self.pending
         if pending.divisor is not None:
             grads = grads.divided(pending.divisor)
-        if pending.factor is not None:
-            grads = grads.multiplied(pending.factor)
+        if pending.clip_factor is not None:
+            grads = grads.multiplied(pending.clip_factor)
         if pending.clip_value is not None:
             grads = grads.clamped(pending.clip_value)
         return grads._replace(pending=NOTHING_PENDING)
@@ -169,7 +169,7 @@ def as_gradients(
     if are_plain_dense(leaves):
         return Gradients.of_dense(list(leaves), pending, owned=owned)
     templates = [dtensor.reduce_partial(leaf) for leaf in leaves]
-    tensors = [as_dense_real(dtensor.shard(leaf)) for leaf in templates if leaf is not None]
+    tensors = [as_dense_real(dtensor.local_shard(leaf)) for leaf in templates if leaf is not None]
     return Gradients(TensorList(tensors), templates, False, pending, owned)
 
 

@@ -61,8 +61,8 @@ def poison(donated: Tree, others: Tree) -> None:
     """Fill the tensors that were donated, except those that share memory with `others`, or with
     each other, and those that a step would not write into.
     """
-    shards = [dtensor.shard(leaf, on_graph=False) for leaf in pytree.all_tensors(donated)]
-    others = [dtensor.shard(leaf, on_graph=False) for leaf in pytree.all_tensors(others)]
+    shards = [dtensor.local_shard(leaf, on_graph=False) for leaf in pytree.all_tensors(donated)]
+    others = [dtensor.local_shard(leaf, on_graph=False) for leaf in pytree.all_tensors(others)]
     with torch.no_grad():
         writable = can_write_each([TensorList([shard]) for shard in shards], others)
         for shard, is_writable in zip(shards, writable, strict=True):

@@ -49,7 +49,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     Source of the rule: `select_tree` of jmp.
     """
     context, arguments = current_context(), (found_inf, old, new)
-    if context.host_reads and (known := _cache.find(context, arguments)):
+    if context.host_may_read and (known := _cache.find(context, arguments)):
         _, before, after = known[0]
         chosen = before if found_inf else after
         return before.structure.unflatten(foreach.clone_list(chosen.leaves))
@@ -59,7 +59,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
             "`select(found_inf, old, new)`, as torch.where."
         )
     leaves, others, structure = matching_leaves(old, new, "old", "new")
-    if context.host_reads:
+    if context.host_may_read:
         _keep_match(context, arguments, leaves, others)
     return structure.unflatten(select_leaves(found_inf, leaves, others))
 
@@ -96,8 +96,8 @@ def select_leaves(
     if are_plain_dense([*old, *new]):
         return _chosen(skip, old, new, in_place=in_place)
     indices = [index for index, leaf in enumerate(old) if not is_constant(leaf)]
-    before = [dtensor.shard(old[index]) for index in indices]
-    after = [dtensor.shard(new[index]) for index in indices]
+    before = [dtensor.local_shard(old[index]) for index in indices]
+    after = [dtensor.local_shard(new[index]) for index in indices]
     chosen = _chosen(skip, before, after, in_place=in_place)
     results = list(old)
     for index, tensor in zip(indices, chosen, strict=True):
@@ -118,19 +118,21 @@ def _chosen(
     return foreach.where(flag, old, new, in_place=in_place)
 
 
-def write_over(old: Tree, new: Tree) -> Tree:
+def overwrite_tree(old: Tree, new: Tree) -> Tree:
     """Write `new`, which differs in values only, into the tensors of `old`, of which the caller
     guarantees that nothing else shares their memory: a captured step is replayed over the memory
     that it was captured with.
     """
     leaves, structure = pytree.flatten(old)
-    return structure.unflatten(write_over_leaves(leaves, structure.flatten_up_to(new)))
+    return structure.unflatten(overwrite_leaves(leaves, structure.flatten_up_to(new)))
 
 
-def write_over_leaves(old: Leaves, new: Leaves) -> Leaves:
-    """Return the leaves of `write_over` from those of both trees."""
+def overwrite_leaves(old: Leaves, new: Leaves) -> Leaves:
+    """Return the leaves of `overwrite_tree` from those of both trees."""
     if any(map(is_constant, old)) or is_on_a_graph([*old, *new]):
         return new
     old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
-    foreach.detach_and_copy_(list(map(dtensor.shard, old)), list(map(dtensor.shard, new)))
+    foreach.detach_and_copy_(
+        list(map(dtensor.local_shard, old)), list(map(dtensor.local_shard, new))
+    )
     return old

@@ -14,7 +14,7 @@ from .._optim.step_inputs import StepInputs
 from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
-from .._torch.dtypes import is_half, saturating
+from .._torch.dtypes import cast_saturating, is_half
 from .._torch.tracing import host_can_read
 from .._tree import pytree
 from .._tree.hints import document_fields
@@ -329,7 +329,7 @@ class MasterOptimizer(Wrapper):
         for index, pair in zip(halves, pairs, strict=True):
             stored[index], rest[index] = pair
         for index in _of_dtype(old, torch.float16):
-            stored[index] = on_shards(lambda m: saturating(m, torch.float16), params[index])
+            stored[index] = on_shards(lambda m: cast_saturating(m, torch.float16), params[index])
             rest[index] = params[index]
         return stored, MasterState(state, inputs.layout.unflatten(rest, inputs.opt_state.rest))
 

@@ -156,7 +156,7 @@ class StateDtypeOptimizer(Wrapper):
                     "`opt_state = optimizer.init(params)`, or cast it there."
                 )
 
-    def _as_decoded(self, inputs: StepInputs) -> StepInputs:
+    def _decoded_stand_ins(self, inputs: StepInputs) -> StepInputs:
         """Return inputs with the metadata of `decode(inputs)`."""
         wide = stand_ins(_paths_and_slots(inputs.opt_state)[1], self._wide_dtypes(inputs))
         return inputs.with_state(_with_slots(inputs.opt_state, wide))

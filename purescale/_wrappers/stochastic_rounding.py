@@ -116,20 +116,20 @@ class Dice(NamedTuple):
     shifts: Tensor  # int32
 
     @classmethod
-    def of(cls, seed: int, step: Tensor, leaves: int) -> Dice:
+    def of(cls, seed: int, step: Tensor, num_leaves: int) -> Dice:
         """Return the dice of one step, an int64 tensor."""
         mixed = _hash(_hash(seed & _32_BITS) ^ ((seed >> 32) & _32_BITS))
         mixed = _hash(_hash(mixed ^ (step & _32_BITS)) ^ ((step >> 32) & _32_BITS))
-        row = _hash((mixed + torch.arange(leaves, device=mixed.device)) & _32_BITS)
+        row = _hash((mixed + torch.arange(num_leaves, device=mixed.device)) & _32_BITS)
         factors = ((_hash(row ^ 1) & _31_BITS) | 1).to(torch.int32)
         return cls(factors, (row & _31_BITS).to(torch.int32))
 
-    def roll(self, numbers: Tensor, leaf: int | Tensor) -> Tensor:
+    def roll(self, numbers: Tensor, leaf_index: int | Tensor) -> Tensor:
         """Return 31 bits for each element, a hash of its number and its leaf."""
         x: Tensor
         # int32 wraps around, keeps the lower 31 bits of a product and is twice as fast as int64.
         # A compiler may compute int32 in wider integers, so traced code takes int64.
-        factor, shift = self.factors[leaf], self.shifts[leaf]
+        factor, shift = self.factors[leaf_index], self.shifts[leaf_index]
         if traced():
             numbers = numbers.to(torch.int64)
             factor = factor.to(torch.int64)
@@ -143,7 +143,7 @@ def _element_indices(local: Tensor, position: Position) -> Tensor:
     """Return the index of each element in the whole leaf, int32, flat."""
     full: Any = position.dtensor
     count, start, device = local.numel(), position.start, local.device
-    shape = local.shape if full is None else dtensor.shard(full).shape
+    shape = local.shape if full is None else dtensor.local_shard(full).shape
     first = (0,) * len(shape) if full is None else dtensor.offsets(full)
     if full is None or shape[1:] == full.shape[1:]:  # the elements are consecutive
         if shape and first[0]:
@@ -173,12 +173,12 @@ def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, position: Position) -> T
         return x.clone()
     numbers = _element_indices(x, position)
     if traced() or foreach.is_on_accelerator(x) or x.numel() <= _BLOCK or not x.is_contiguous():
-        dropped = dice.roll(numbers, position.leaf).reshape(x.shape)
-        return _up_or_down(x, dropped, dtype)
+        bits = dice.roll(numbers, position.leaf_index).reshape(x.shape)
+        return _up_or_down(x, bits, dtype)
     result = torch.empty_like(x, dtype=dtype)
     columns = [torch.split(t.view(-1), _BLOCK) for t in (result, x, numbers)]
     for target, row, some in zip(*columns, strict=True):
-        target.copy_(_up_or_down(row, dice.roll(some, position.leaf), dtype))
+        target.copy_(_up_or_down(row, dice.roll(some, position.leaf_index), dtype))
     return result
 
 
@@ -193,17 +193,17 @@ def _rounded_together(
     sizes, firsts, leaves = rows
     index = torch.repeat_interleave(sizes, output_size=flat.numel())
     numbers = torch.arange(flat.numel(), device=flat.device) + firsts[index]
-    dropped = dice.roll(numbers.to(torch.int32), leaves[index])
-    return foreach.views(_up_or_down(flat, dropped, dtype), tensors)
+    bits = dice.roll(numbers.to(torch.int32), leaves[index])
+    return foreach.views(_up_or_down(flat, bits, dtype), tensors)
 
 
-def _up_or_down(x: Tensor, dice: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add dice to the bits that are dropped, so that a carry rounds up."""
+def _up_or_down(x: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add random bits to the bits that are dropped, so that a carry rounds up."""
 
     def multiple(small: Tensor) -> Tensor:
-        return ((small * 2.0**40).to(torch.int32) + (dice >> 15)) >> 16
+        return ((small * 2.0**40).to(torch.int32) + (bits >> 15)) >> 16
 
-    return rounded_on_bits(x, dtype, lambda _, dropped: dice >> (31 - dropped), multiple)
+    return rounded_on_bits(x, dtype, lambda _, dropped: bits >> (31 - dropped), multiple)
 
 
 # ---- the wrapper ---------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class RoundingOptimizer(Wrapper):
     ) -> tuple[list[Tensor], Tree]:
         """Round the parameters that were half."""
         applied, positions = inputs.opt_state.applied, positions_of(inputs)
-        count = 1 + max([position.leaf for position in positions], default=0)
+        count = 1 + max([position.leaf_index for position in positions], default=0)
         dice = Dice.of(self._seed, applied, count)
         results, old = list(params), inputs.params
         alone = {index for index, param in enumerate(old) if is_half(param)}
@@ -315,7 +315,7 @@ class RoundingOptimizer(Wrapper):
         sizes = tuple(map(Tensor.numel, tensors))
         before = itertools.accumulate(sizes[:-1], initial=0)
         firsts = [position.start - b for position, b in zip(positions, before, strict=True)]
-        table = sizes, tuple(firsts), tuple([position.leaf for position in positions])
+        table = sizes, tuple(firsts), tuple([position.leaf_index for position in positions])
         return send_once(table, tensors[0].device, self._rows)
 
 

@@ -19,7 +19,7 @@ from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import describe
 from .._tree.matching import matching_leaves
 from .._tree.pytree import Leaves, Tree
-from .._tree.select import select_leaves, write_over
+from .._tree.select import overwrite_tree, select_leaves
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
 # depending on class and wrapper, so that a cache holds them, and 64 MiB with what an allocator
@@ -50,12 +50,12 @@ class Wrapper(FlatOptimizer):
         self.elementwise = self.flat_optimizer.elementwise
         self.runs_user_code = self.flat_optimizer.runs_user_code
         self.may_add_slots = self.flat_optimizer.may_add_slots
-        self.steps_in_pieces = self.flat_optimizer.steps_in_pieces
+        self.can_step_in_pieces = self.flat_optimizer.can_step_in_pieces
         self.wide_grads = self.widens_params or self.flat_optimizer.wide_grads
-        self.must_agree = (optimizer, *settings)
+        self.agreed_settings = (optimizer, *settings)
 
     def __repr__(self) -> str:
-        return f"{self.made_by}({', '.join(map(repr, self.must_agree))})"
+        return f"{self.made_by}({', '.join(map(repr, self.agreed_settings))})"
 
     # ---- for subclasses
 
@@ -97,17 +97,17 @@ class Wrapper(FlatOptimizer):
         what the inner optimizer refuses.
         """
         self.check_state(inputs)
-        pieces = [Piece(None, self.flat_optimizer.plan(self._as_decoded(inputs)))]
+        pieces = [Piece(None, self.flat_optimizer.plan(self._decoded_stand_ins(inputs)))]
         is_compiling = torch.compiler.is_compiling()
-        inner_skips = self.steps_in_pieces and not (is_compiling or self.differentiable)
+        inner_skips = self.can_step_in_pieces and not (is_compiling or self.differentiable)
         can_cut = inner_skips and not inputs.context.traced
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
-            decoded = map(self._as_decoded, _inputs_of_pieces(inputs, cuts))
+            decoded = map(self._decoded_stand_ins, _inputs_of_pieces(inputs, cuts))
             pieces = list(map(Piece, cuts, map(self.flat_optimizer.plan, decoded)))
         return WrapperPlan(pieces, inner_skips)
 
-    def _as_decoded(self, inputs: StepInputs) -> StepInputs:
+    def _decoded_stand_ins(self, inputs: StepInputs) -> StepInputs:
         """Return inputs with the metadata of `decode(inputs)`."""
         params = inputs.params
         if self.widens_params:
@@ -124,7 +124,7 @@ class Wrapper(FlatOptimizer):
         [piece] = inputs.plan.pieces
         return self._step_piece(piece, inputs, grads)[0]
 
-    def step_or_keep(
+    def step_or_skip(
         self,
         inputs: StepInputs,
         grads: Gradients,
@@ -139,7 +139,7 @@ class Wrapper(FlatOptimizer):
         pieces = plan.pieces
         is_whole = skip is None and not in_place and len(pieces) == 1
         if is_whole or not plan.inner_skips:
-            return super().step_or_keep(inputs, grads, skip, in_place=in_place)
+            return super().step_or_skip(inputs, grads, skip, in_place=in_place)
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if inputs.context.traced:
             unscaled = self.grads_for_apply(inputs, grads, skip)
@@ -166,7 +166,7 @@ class Wrapper(FlatOptimizer):
                 pairs = [(a, b) for a, b in zip(leaves, results, strict=True) if a is not b]
                 select_leaves(flag, [a for a, _ in pairs], [b for _, b in pairs], in_place=True)
         new = inputs.params, inputs.opt_state
-        return write_over(old, new) if self.runs_user_code and in_place else new
+        return overwrite_tree(old, new) if self.runs_user_code and in_place else new
 
     def _step_piece(
         self,
@@ -184,7 +184,7 @@ class Wrapper(FlatOptimizer):
             self._refuse_derivatives([inputs.params, inputs.opt_state, grads.tensors])
         with self.grad_mode(inputs.context):
             inner = self.decode(inputs)._replace(plan=piece.plan)
-            stepped = self.flat_optimizer.step_or_keep(inner, grads, skip, in_place=in_place)
+            stepped = self.flat_optimizer.step_or_skip(inner, grads, skip, in_place=in_place)
             return self.encode(inputs, *stepped), pytree.flatten(stepped)[0]
 
     def _refuse_derivatives(self, trees: Tree) -> None:
@@ -200,7 +200,7 @@ class Wrapper(FlatOptimizer):
 class Position(NamedTuple):
     """The position of a piece within its parameter."""
 
-    leaf: int  # the index among all leaves, counting None
+    leaf_index: int  # the index among all leaves, counting None
     start: int  # the number of elements of this rank's part before the piece
     dtensor: Any  # the DTensor that this rank has a part of, or None
 
@@ -327,7 +327,7 @@ def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
 
 def on_shards(function: Callable[..., Tensor], leaf: Tensor, *others: Tensor) -> Tensor:
     """Return an elementwise function of tensors, or of the local shards of DTensors alike."""
-    result = function(*map(dtensor.shard, (leaf, *others)))
+    result = function(*map(dtensor.local_shard, (leaf, *others)))
     return cast(Tensor, dtensor.from_local_like(leaf, result))
 
 
@@ -338,7 +338,7 @@ def stand_ins(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:
     results = list(leaves)
     for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
         if dtype is not None and leaf.dtype is not dtype:
-            local = dtensor.shard(leaf)
+            local = dtensor.local_shard(leaf)
             stand_in = torch.empty((), dtype=dtype, device=local.device).expand(local.shape)
             results[index] = dtensor.from_local_like(leaf, stand_in)
     return results

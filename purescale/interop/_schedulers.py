@@ -143,7 +143,7 @@ class RateTable:
         return cls(digest, start, torch.tensor(rounded, dtype=torch.float32, device="cpu"))
 
     @property
-    def must_agree(self) -> tuple[str, int]:
+    def agreed_settings(self) -> tuple[str, int]:
         """The values that ranks compare."""
         return self.digest, self.start
 

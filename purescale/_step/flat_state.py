@@ -4,7 +4,7 @@ once for states that are alike.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,24 +16,17 @@ from .._step.train_state import TrainState, TrainStepOptions
 from .._torch.tracing import current_context
 from .._tree import pytree
 from .._tree.matching import check_parameters
-from .._tree.pytree import FlatTree, Tree
-
-
-class StepRngGuard(NamedTuple):
-    """The fields of a `TrainState` that only count, draw and guard."""
-
-    step: Tensor  # the number of applied steps
-    rng: Any  # the state of a generator, or `()`
-    guard: Tree  # the state of the guard, or `()`
+from .._tree.pytree import FlatTree
 
 
 class FlatState(NamedTuple):
     """The state of a step, flat and checked, and the prepared step of its optimizer."""
 
+    train_state: TrainState
     params: FlatTree
     buffers: FlatTree
     scaler: FlatTree
-    step_rng_guard: FlatTree  # of a `StepRngGuard`
+    step_rng_guard: FlatTree  # of the three as a tuple
     control_leaves: list[Tensor]  # the tensors of scaler, step count, generator and guard
     prepared_step: PreparedStep
 
@@ -41,7 +34,7 @@ class FlatState(NamedTuple):
 def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     """Return the flat state of a step. Refuse a state that does not fit the optimizer."""
     optimizer, context = options.optimizer, current_context()
-    others = state.buffers, state.scaler, StepRngGuard(state.step, state.rng, state.guard)
+    others = state.buffers, state.scaler, (state.step, state.rng, state.guard)
     prepared_step = optimizer.find_step(context, (state.params, state.opt_state, *others))
     if prepared_step is None:
         params, opt_state = FlatTree.of(state.params), flatten_opt_state(state.opt_state)
@@ -53,9 +46,8 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)
-    return FlatState(
-        prepared_step.params, buffers, scaler, step_rng_guard, control_leaves, prepared_step
-    )
+    trees = prepared_step.params, buffers, scaler, step_rng_guard
+    return FlatState(state, *trees, control_leaves, prepared_step)
 
 
 def _check(state: TrainState, options: TrainStepOptions, params: FlatTree) -> None:

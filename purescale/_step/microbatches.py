@@ -254,7 +254,8 @@ def _average_losses(
     """Return the loss of a window and its totals, over all ranks of a group, the divisor of this
     rank's mean there, and the part of a full window that counts.
     """
-    loss, weight, device = losses[0], weights.unnormalized, losses[0].device
+    loss, weight = losses[0], weights.unnormalized
+    dtype, device = loss.dtype, loss.device
     totals_row, rank_divisor = None, None
     if weight is not None:
         totals_row, means = compute_totals(weight, torch.stack(losses), overflows)
@@ -268,9 +269,12 @@ def _average_losses(
         if options.drops_microbatches:  # if all were dropped, the loss of all of them shows why
             loss = torch.where(Totals.of(totals_row).good_weight > 0, loss_of_good, loss)
     elif len(losses) > 1:
-        loss = torch.stack(losses).mean(dtype=widest_float(device)).to(loss.dtype)
+        loss = torch.stack(losses).mean(dtype=widest_float(device)).to(dtype)
     fraction = window_fraction(options, totals_row, len(losses), device)
-    loss = (loss if fraction is None else loss * fraction).to(losses[0].dtype)
+    if fraction is not None:
+        loss = loss * fraction
+    if loss.dtype is not dtype:
+        loss = loss.to(dtype)
     return loss, totals_row, rank_divisor, fraction
 
 

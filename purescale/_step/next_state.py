@@ -39,10 +39,10 @@ def advance_control(
     guard: Leaves = []
     if isinstance(decision.rejected, Tensor):
         names = "state.guard", "the state that the guard returned"
-        old, new, _ = matching_leaves(flat_state.step_rng_guard.tree.guard, guard_state, *names)
+        old, new, _ = matching_leaves(flat_state.train_state.guard, guard_state, *names)
         guard = select_leaves(decision.skip & ~decision.rejected, old, new)
     scaler = _next_scaler(options, flat_state.scaler, attempt, decision)
-    step = flat_state.step_rng_guard.tree.step + (1 if decision.known_applied else ~decision.skip)
+    step = flat_state.train_state.step + (1 if decision.known_applied else ~decision.skip)
     generator = [] if isinstance(attempt.rng, tuple) else [attempt.rng]
     return [*scaler, step, *generator, *guard]
 

@@ -103,8 +103,8 @@ def start_reduction(mean: WindowMean, buffers: Leaves) -> Reduction | None:
     """Return the reduction to which `send_gradient` sends the mean, and `buffers` after it; None
     without a group, in a trace, or if the last microbatch has to be measured first.
     """
-    options, group = mean.options, mean.options.group
-    if group is None or options.measures_microbatches or not mean.in_place:
+    group = mean.options.group
+    if group is None or mean.measures_microbatches or not mean.in_place:
         return None
     # The divisor depends on the weights only, so it is known before the gradients.
     weights = mean.weights.unnormalized

@@ -56,12 +56,10 @@ def run_with_retries(
 
 def _run_with_rng(flat_state: FlatState, run_window: RunWindow, flat_scaler: FlatTree) -> Attempt:
     """Run a window with the random numbers of the state, if it has some."""
-    if isinstance(flat_state.step_rng_guard.tree.rng, tuple):
+    if isinstance(flat_state.train_state.rng, tuple):
         return run_window(flat_scaler)
     device = flat_scaler.tree.scale.device
-    attempt, rng = run_with_rng(
-        flat_state.step_rng_guard.tree.rng, device, lambda: run_window(flat_scaler)
-    )
+    attempt, rng = run_with_rng(flat_state.train_state.rng, device, lambda: run_window(flat_scaler))
     return attempt._replace(rng=rng)
 
 

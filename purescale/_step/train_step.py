@@ -210,9 +210,7 @@ def _run_stages(
 
     attempt = run_with_retries(options, flat_state, run_window)
     window, stats = attempt.window, attempt.stats
-    guard_state, rejects = call_guard(
-        options.guard, flat_state.step_rng_guard.tree.guard, window, stats
-    )
+    guard_state, rejects = call_guard(options.guard, flat_state.train_state.guard, window, stats)
     decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     control = advance_control(options, flat_state, attempt, decision, guard_state)

@@ -44,6 +44,7 @@ class WindowMean:
         self.scale, self.in_place = forward_backward.scale, forward_backward.returns_detached
         self.pending = Pending(divisor=self.scale)
         self.stays_scaled = not options.drops_microbatches
+        self.measures_microbatches = options.measures_microbatches
         self.sums: list[Any] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled
         self.overflows: list[Tensor] = []  # of each microbatch that was measured
@@ -59,7 +60,7 @@ class WindowMean:
         )
         return (
             self.in_place
-            and not self.options.measures_microbatches
+            and not self.measures_microbatches
             and not forward_backward.in_make_fx
             and params.dense_without_history
             and params.num_elements > _LARGE * len(params.tensors)
@@ -83,7 +84,7 @@ class WindowMean:
         params = self.forward_backward.flat_params.tensor_list
         grads = as_gradients(leaves, self.pending, params=params)
         has_weight = self.weights.has_weight[index]
-        if self.options.measures_microbatches:
+        if self.measures_microbatches:
             self.overflows.append(measure(grads, self.scale).overflow)
         if self.stays_scaled:
             self.sums = self.add_weighted(self.sums, grads.tensors, index)

@@ -107,7 +107,7 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     has_masters = getattr(flat_optimizer, "wide_grads", False) or kind == "partition"
     unscaled = grads.apply_pending(wide=has_masters)
     inputs = flat_optimizer.with_plan(inputs)
-    prepared = PreparedStep(params=None, others=[], inputs=inputs, known=None)
+    prepared = PreparedStep(params=None, other_trees=[], inputs=inputs, facts=None)
     expected = ps.select(overflow, old, flat_optimizer.run_step(prepared, unscaled))
     flag = torch.tensor(overflow)
     stepped = flat_optimizer.run_step(prepared, grads, flag, in_place=in_place)
@@ -123,7 +123,7 @@ def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
     inputs, grads, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
     with Untouched((params, state, grads.tensors)):
         inputs = flat_optimizer.with_plan(inputs)
-        prepared = PreparedStep(params=None, others=[], inputs=inputs, known=None)
+        prepared = PreparedStep(params=None, other_trees=[], inputs=inputs, facts=None)
         flat_optimizer.run_step(prepared, grads, torch.tensor(False))
         flat_optimizer.run_step(prepared, grads)
 
@@ -229,7 +229,7 @@ def test_a_donated_step_whose_kernel_raises_has_counted_nothing(kind, counts, mo
     def without_memory(kernel, call, skip):
         raise MemoryError
 
-    monkeypatch.setattr(kernels.FusedKernel, "update", without_memory)
+    monkeypatch.setattr(kernels.FusedKernel, "run", without_memory)
     with pytest.raises(MemoryError):
         ps.maybe_step(optimizer, params, clone(params), state, torch.tensor(False), donate=True)
     assert same_bits((params, state), before)

@@ -268,7 +268,7 @@ class DynamicScale:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
         Reads a value on a CPU only; raises only for the state of another rule.
         """
-        if current_context().host_may_read and may_update_on_host(scaler, found_inf):
+        if current_context().may_read_cpu and may_update_on_host(scaler, found_inf):
             return update_on_host(self, scaler, overflow=bool(found_inf))
         found_inf = checked_flag(found_inf, scaler, ScalerState)
         # The operator leaves a scale alone that would grow to inf, the formula clamps it.

@@ -93,7 +93,7 @@ def map_opt_states(
     return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
 
 
-def count_step(
+def with_step_counted(
     opt_state: OptState, skip: Tensor | None = None, *, in_place: bool = False
 ) -> OptState:
     """Return the state with one more applied step, unless it is skipped, and one more iteration:
@@ -108,7 +108,7 @@ def count_step(
     return _count_iteration(counted, in_place=in_place)
 
 
-def count_skip(state: Tree, *, in_place: bool) -> Tree:
+def with_skip_counted(state: Tree, *, in_place: bool) -> Tree:
     """Return the state after a skipped step: one more iteration, and nothing else changes."""
     return map_opt_states(lambda each, _: _count_iteration(each, in_place=in_place), state)
 

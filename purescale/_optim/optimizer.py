@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import count_skip
+from .._optim.opt_state import with_skip_counted
 from .._optim.param_layout import ParamLayout
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
@@ -58,8 +58,8 @@ class Optimizer(Protocol):
         """
 
 
-class KnownStep(NamedTuple):
-    """The facts about all steps of an optimizer over arguments that are alike, in its cache."""
+class StepFacts(NamedTuple):
+    """The facts about all steps of an optimizer over arguments that are alike, for its cache."""
 
     layout: ParamLayout
     plan: Any  # what `FlatOptimizer.plan` returned
@@ -74,9 +74,9 @@ class PreparedStep(NamedTuple):
     """A step, prepared: its arguments, flat, and what is known of them."""
 
     params: FlatTree
-    others: list[FlatTree]  # the arguments after parameters and state, in their order
+    other_trees: list[FlatTree]  # the arguments after parameters and state, in their order
     inputs: StepInputs
-    known: KnownStep
+    facts: StepFacts
 
 
 class FlatOptimizer:
@@ -115,7 +115,7 @@ class FlatOptimizer:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        return self.run_step(*self.find_or_prepare_step(params, grads, opt_state))
+        return self.run_step(*self.prepare_with_grads(params, grads, opt_state))
 
     def grad_mode(self, context: CallContext) -> torch.set_grad_enabled:
         """Return a context manager inside of which a graph is recorded only if a derivative may go
@@ -138,7 +138,7 @@ class FlatOptimizer:
 
     @functools.cached_property
     def cache(self) -> TreeCache:
-        """The `KnownStep` of steps with this optimizer."""
+        """The `StepFacts` of steps with this optimizer."""
         return TreeCache()
 
     def with_plan(self, inputs: StepInputs) -> StepInputs:
@@ -154,14 +154,14 @@ class FlatOptimizer:
             return None
         if (kept := self.cache.find(context, trees)) is None:
             return None
-        flat_trees, known_step = kept
+        flat_trees, step_facts = kept
         params, opt_state = flat_trees[:2]
         inputs = StepInputs.of_dense(
-            *(context, known_step.layout, params, opt_state, known_step.leaves_metadata),
-            plan=known_step.plan,
+            *(context, step_facts.layout, params, opt_state, step_facts.leaves_metadata),
+            plan=step_facts.plan,
             step_settings=self.step_settings(opt_state.tree),
         )
-        return PreparedStep(params, flat_trees[2:], inputs, known_step)
+        return PreparedStep(params, flat_trees[2:], inputs, step_facts)
 
     def prepare_step(
         self, trees: list[FlatTree], inputs: StepInputs, *, keep: bool = True
@@ -178,14 +178,14 @@ class FlatOptimizer:
         writable = can_keep and all(
             [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
         )
-        readable = can_keep and inputs.context.host_may_read and not self.differentiable
+        readable = can_keep and inputs.context.may_read_cpu and not self.differentiable
         readable = readable and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
-        known_step = KnownStep(inputs.layout, inputs.plan, ListMetadata(), writable, readable)
+        step_facts = StepFacts(inputs.layout, inputs.plan, ListMetadata(), writable, readable)
         if can_keep and keep and self.caches_steps:
-            self.cache.keep(inputs.context, trees, known_step)
-        return PreparedStep(trees[0], trees[2:], inputs, known_step)
+            self.cache.keep(inputs.context, trees, step_facts)
+        return PreparedStep(trees[0], trees[2:], inputs, step_facts)
 
-    def find_or_prepare_step(
+    def prepare_with_grads(
         self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree
     ) -> tuple[PreparedStep, Gradients]:
         """Return a step over these and other trees, found or prepared, and its gradients. Refuse,
@@ -194,7 +194,7 @@ class FlatOptimizer:
         context = current_context()
         prepared_step = self.find_step(context, (params, opt_state, grads, *others))
         if prepared_step is not None:
-            return prepared_step, prepared_step.inputs.make_gradients(prepared_step.others[0])
+            return prepared_step, prepared_step.inputs.make_gradients(prepared_step.other_trees[0])
         trees, inputs = flatten_step(self, context, params, grads, opt_state)
         gradients = inputs.make_gradients(trees[2])
         # A step is found by `grads` in their own order: it is kept if that is the parameters'.
@@ -219,7 +219,7 @@ class FlatOptimizer:
         if skip is not None and (self.may_add_slots or self._may_read(skip, inputs.context)):
             if skip:
                 with self.grad_mode(inputs.context):
-                    old = inputs.params, count_skip(inputs.opt_state, in_place=in_place)
+                    old = inputs.params, with_skip_counted(inputs.opt_state, in_place=in_place)
                     leaves, structure = pytree.flatten(old)
                     kept = select_leaves(True, leaves, leaves, in_place=in_place)
                 return inputs.as_trees(*structure.unflatten(kept))
@@ -231,7 +231,7 @@ class FlatOptimizer:
         a skipped, differentiable step does not use has a derivative of 0, so it is made.
         """
         is_plain = type(skip) is Tensor and skip.is_cpu  # a fake tensor has no value
-        return context.host_may_read and is_plain and not self.differentiable
+        return context.may_read_cpu and is_plain and not self.differentiable
 
     def step_or_skip(
         self,
@@ -241,23 +241,23 @@ class FlatOptimizer:
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
-        """Equal to `select(skip, (old params, count_skip(old state)), self.apply_step(inputs,
-        grads.apply_pending(wide=self.wide_grads)))`. `skip` is None where the host knows that the
-        step is applied, and if `may_add_slots`. With `in_place`, the caller guarantees that nobody
-        else holds the tensors of `inputs`: they may be overwritten.
+        """Equal to `select(skip, (old params, with_skip_counted(old state)),
+        self.apply_step(inputs, grads.apply_pending(wide=self.wide_grads)))`. `skip` is None where
+        the host knows that the step is applied, and if `may_add_slots`. With `in_place`, the caller
+        guarantees that nobody else holds the tensors of `inputs`: they may be overwritten.
         """
         with self.grad_mode(inputs.context):
-            new = self.apply_step(inputs, self.grads_for_apply(inputs, grads, skip))
+            new = self.apply_step(inputs, self.unscaled_or_zeroed(inputs, grads, skip))
             if self.may_add_slots:
                 return new
-            old = inputs.params, count_skip(inputs.opt_state, in_place=in_place)
+            old = inputs.params, with_skip_counted(inputs.opt_state, in_place=in_place)
             before, after, structure = matching_leaves(old, new, "old", "new")
             if skip is None and not in_place:
                 return new
             flag = False if skip is None else skip
             return structure.unflatten(select_leaves(flag, before, after, in_place=in_place))
 
-    def grads_for_apply(
+    def unscaled_or_zeroed(
         self, inputs: StepInputs, grads: Gradients, skip: Tensor | None
     ) -> Gradients:
         """Return the gradients for `apply_step`: zeros in a skipped step that is differentiated,

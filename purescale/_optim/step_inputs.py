@@ -16,7 +16,12 @@ from .._torch.tracing import CallContext, is_unresolved, refuse_graph_end
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import as_tensor_list
-from .._tree.matching import check_names, check_parameters, flatten_grads, refuse_autograd_history
+from .._tree.matching import (
+    check_names,
+    check_parameters,
+    grads_like_params,
+    refuse_autograd_history,
+)
 from .._tree.pytree import FlatTree, Leaves, Tree
 
 
@@ -149,7 +154,7 @@ def flatten_step(
     """
     flat_params, flat_state = FlatTree.of(params), flatten_opt_state(opt_state)
     check_parameters(flat_params)
-    flat_grads = flatten_grads(flat_params, grads)
+    flat_grads = grads_like_params(flat_params, grads)
     inputs = make_step_inputs(optimizer, context, flat_params, flat_state, flat_grads)
     return [flat_params, flat_state, flat_grads], inputs
 

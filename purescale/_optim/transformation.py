@@ -14,7 +14,7 @@ from .._torch.autocast import outside_autocast
 from .._tree import pytree
 from .._tree.aliasing import copy_aliased
 from .._tree.hints import document_fields
-from .._tree.matching import check_parameters, flatten_grads
+from .._tree.matching import check_parameters, grads_like_params
 from .._tree.pytree import FlatTree, Tree
 
 
@@ -79,7 +79,7 @@ class TransformationOptimizer:
         """
         flat = FlatTree.of(params)
         check_parameters(flat)
-        flatten_grads(flat, grads)
+        grads_like_params(flat, grads)
         if self._params_by_keyword:
             updates, new_state = self._update(grads, opt_state, params=params)
         else:

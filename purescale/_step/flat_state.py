@@ -42,7 +42,7 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
         _check(state, options, params)
         inputs = make_step_inputs(optimizer, context, params, opt_state)
         prepared_step = optimizer.prepare_step(flat_trees, inputs)
-    buffers, scaler, step_rng_guard = prepared_step.others
+    buffers, scaler, step_rng_guard = prepared_step.other_trees
     control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)

@@ -45,14 +45,14 @@ def decide_writes(
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
-    if donate and flat_state.prepared_step.known.all_writable:
+    if donate and flat_state.prepared_step.facts.all_writable:
         others = [*flat_state.buffers.leaves, *flat_state.control_leaves]
-        tensors = [*_replaced(inputs).tensors, *others]
+        tensors = [*_params_and_state(inputs).tensors, *others]
         pointers = [storage_pointers(tensors), storage_pointers(read_only)]
         if share_no_memory(*pointers):
             memory = ArgumentMemory.of(pointers, batch)
             return memory, MayWrite(params_and_state=True, buffers=True, control=True)
-    replaced = _replaced(inputs) if donate else inputs.param_list
+    replaced = _params_and_state(inputs) if donate else inputs.param_list
     buffers = flat_state.buffers.tensor_list
     if not buffers.dense_without_history:
         buffers = TensorList([leaf for leaf in buffers.tensors if not is_constant(leaf)])
@@ -83,8 +83,8 @@ def decide_writes_by_hand(
 ) -> MayWrite:
     """Return what a step may overwrite of its donated arguments."""
     inputs = prepared_step.inputs
-    lists = [_replaced(inputs), grads.tensor_list]
-    if prepared_step.known.all_writable:
+    lists = [_params_and_state(inputs), grads.tensor_list]
+    if prepared_step.facts.all_writable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
         if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
             return MayWrite(params_and_state=True, grads=True)
@@ -98,7 +98,7 @@ def _on_graph(optimizer: FlatOptimizer, inputs: StepInputs) -> bool:
     return optimizer.differentiable and is_on_a_graph(inputs.params)
 
 
-def _replaced(inputs: StepInputs) -> TensorList:
+def _params_and_state(inputs: StepInputs) -> TensorList:
     """Return the tensors of this rank that a step replaces: parameters and state."""
     if inputs.dense_leaves is not None:
         return inputs.dense_leaves

@@ -143,14 +143,17 @@ def _accumulate_one(
     if isinstance(entry, FUNCTION_TYPES):
         entry = _make_microbatch(entry, forward_backward, memory)
     out = forward_backward(forward_backward.flat_buffers.leaves, entry)
-    params, pending = (
-        forward_backward.flat_params.tensor_list,
+    grads = as_gradients(
+        out.grads,
         Pending(divisor=forward_backward.scale),
+        owned=forward_backward.returns_detached,
+        params=forward_backward.flat_params.tensor_list,
     )
-    grads = as_gradients(out.grads, pending, owned=forward_backward.returns_detached, params=params)
     loss, totals_row, _, fraction = _average_losses(options, weights, [out.loss], [])
     return WindowResult(
-        grads, loss, out.buffers, tuple(out.aux), None, totals_row, fraction=fraction
+        *(grads, loss, out.buffers, tuple(out.aux)),
+        totals_row=totals_row,
+        pending_fraction=fraction,
     )
 
 
@@ -186,7 +189,7 @@ def _accumulate_several(
                 out = checkpoint(forward_backward, buffers, microbatch, use_reentrant=False)
             else:
                 out = forward_backward(buffers, microbatch, take_ownership=first)
-            updates_buffers = mean.add(index, out.grads)
+            updates_buffers = mean.add_microbatch_grads(index, out.grads)
         # If a microbatch is dropped, what it did to the buffers is too.
         if isinstance(updates_buffers, Tensor):
             buffers = select_leaves(~updates_buffers, buffers, out.buffers)

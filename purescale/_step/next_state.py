@@ -14,7 +14,7 @@ from .._step.decide import Decision
 from .._step.flat_state import FlatState
 from .._step.memory import MayWrite
 from .._step.train_state import TrainState, TrainStepOptions
-from .._step.window_result import Attempt
+from .._step.window_result import MeasuredWindow
 from .._torch import foreach
 from .._tree import pytree
 from .._tree.aliasing import copy_aliased_leaves
@@ -28,7 +28,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 def advance_control(
     options: TrainStepOptions,
     flat_state: FlatState,
-    attempt: Attempt,
+    measured: MeasuredWindow,
     decision: Decision,
     guard_state: Tree,
 ) -> Leaves:
@@ -41,9 +41,9 @@ def advance_control(
         names = "state.guard", "the state that the guard returned"
         old, new, _ = matching_leaves(flat_state.train_state.guard, guard_state, *names)
         guard = select_leaves(decision.skip & ~decision.rejected, old, new)
-    scaler = _next_scaler(options, flat_state.scaler, attempt, decision)
+    scaler = _next_scaler(options, flat_state.scaler, measured, decision)
     step = flat_state.train_state.step + (1 if decision.known_applied else ~decision.skip)
-    generator = [] if isinstance(attempt.rng, tuple) else [attempt.rng]
+    generator = [] if isinstance(measured.rng, tuple) else [measured.rng]
     return [*scaler, step, *generator, *guard]
 
 
@@ -79,17 +79,17 @@ def _overwrite_control(flat_state: FlatState, new: Leaves) -> Leaves:
     """Return scaler, count, generator and guard after `new` was written into those of the state. If
     a rule or a guard returned tensors on a graph, nothing is written.
     """
-    if not flat_state.prepared_step.known.all_writable or any(map(_requires_grad, new)):
+    if not flat_state.prepared_step.facts.all_writable or any(map(_requires_grad, new)):
         return overwrite_leaves(flat_state.control_leaves, new)
     foreach.copy_list_(flat_state.control_leaves, new)
     return flat_state.control_leaves
 
 
 def _next_scaler(
-    options: TrainStepOptions, before: FlatTree, attempt: Attempt, decision: Decision
+    options: TrainStepOptions, before: FlatTree, measured: MeasuredWindow, decision: Decision
 ) -> Leaves:
     """Return the leaves of the loss scale after the step."""
-    used, overflow, rule = attempt.flat_scaler.tree, decision.overflow, options.rule
+    used, overflow, rule = measured.flat_scaler.tree, decision.overflow, options.rule
     on_host = decision.known_applied and options.rule_traits.is_dynamic
     if on_host and may_update_on_host(used, overflow):
         return list(update_on_host(rule, used, overflow=False))  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def _next_scaler(
     scaler = used if used is before.tree else select(overflow, before.tree, used)
     found_inf, amax = overflow, None
     if options.rule_traits.takes_amax:
-        found_inf, amax = _overflow_and_amax(options, attempt, decision)
+        found_inf, amax = _overflow_and_amax(options, measured, decision)
     updated = call_rule(rule, scaler, found_inf, amax)
     is_unaliased = options.rule_traits.is_builtin and type(updated) is type(scaler)
     if is_unaliased:
@@ -115,18 +115,18 @@ def _next_scaler(
 
 
 def _overflow_and_amax(
-    options: TrainStepOptions, attempt: Attempt, decision: Decision
+    options: TrainStepOptions, measured: MeasuredWindow, decision: Decision
 ) -> tuple[Tensor, Tensor]:
     """Return `found_inf` and the largest gradient for a rule that takes it.
 
     A loss that is not finite itself is not an overflow, because the scale is seldom its cause. If
     such a loss skips the step, amax is NaN.
     """
-    overflow, flags = decision.overflow, attempt.flags
+    overflow, flags = decision.overflow, measured.flags
     # The loss of the step leaves out a microbatch that was dropped.
     if flags is not None and options.drops_microbatches:
         overflow = flags.retryable
-    found_inf = overflow & (attempt.window.loss.abs() < math.inf)
+    found_inf = overflow & (measured.window.loss.abs() < math.inf)
     amax: Any = decision.grad_amax
     return found_inf, amax.masked_fill(decision.skip & ~found_inf, torch.nan)
 

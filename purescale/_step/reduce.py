@@ -23,12 +23,13 @@ from .._tree.pytree import Leaves
 
 
 def reduce_window(window: WindowResult, flat_state: FlatState) -> WindowResult:
-    """Return the window of all ranks, with the mean times `fraction`."""
+    """Return the window of all ranks, with the mean times `pending_fraction`."""
     if window.reduction is not None:
         window = _reduce_over_ranks(window, window.reduction, flat_state)
-    if window.fraction is None:
+    if window.pending_fraction is None:
         return window
-    return window._replace(grads=window.grads.multiplied(window.fraction), fraction=None)
+    grads = window.grads.multiplied(window.pending_fraction)
+    return window._replace(grads=grads, pending_fraction=None)
 
 
 def _reduce_over_ranks(

@@ -12,17 +12,17 @@ from .._loss_scale.rules import HasScale, Rule, call_rule
 from .._step.flat_state import FlatState
 from .._step.random_state import Generators, run_with_rng
 from .._step.train_state import TrainStepOptions
-from .._step.window_result import Attempt
+from .._step.window_result import MeasuredWindow
 from .._torch.dtensor import any_dtensor
 from .._tree.pytree import FlatTree
 
 # Runs the microbatches at the loss scale of this state.
-RunWindow: TypeAlias = Callable[[FlatTree], Attempt]
+RunWindow: TypeAlias = Callable[[FlatTree], MeasuredWindow]
 
 
 def run_with_retries(
     options: TrainStepOptions, flat_state: FlatState, run_window: RunWindow
-) -> Attempt:
+) -> MeasuredWindow:
     """Return the result of `run_window(flat_scaler)`: with `max_retries` at the first scale at
     which the window is finite, for which the host reads flags.
 
@@ -36,7 +36,7 @@ def run_with_retries(
             f"max_retries={options.max_retries} with parameters that are DTensors: ranks that "
             "disagree about a retry would deadlock. Fix: max_retries=0."
         )
-    best: Attempt | None = None
+    best: MeasuredWindow | None = None
     flat_scaler, retries = flat_state.scaler, 0
     generators = Generators.of(flat_scaler.tree.scale.device)
     with generators.locked():
@@ -54,7 +54,9 @@ def run_with_retries(
             generators.restore(before)
 
 
-def _run_with_rng(flat_state: FlatState, run_window: RunWindow, flat_scaler: FlatTree) -> Attempt:
+def _run_with_rng(
+    flat_state: FlatState, run_window: RunWindow, flat_scaler: FlatTree
+) -> MeasuredWindow:
     """Run a window with the random numbers of the state, if it has some."""
     if isinstance(flat_state.train_state.rng, tuple):
         return run_window(flat_scaler)

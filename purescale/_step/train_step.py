@@ -36,7 +36,7 @@ from .._step.train_state import (
     TrainStepOptions,
     check_options,
 )
-from .._step.window_result import Attempt, MicrobatchWeights, window_flags
+from .._step.window_result import MeasuredWindow, MicrobatchWeights, window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_trace_or_capture
 from .._tree.hints import hint_keywords
@@ -179,8 +179,10 @@ def train_step(
         return flat_state, options, weights
 
     if group is None:
-        return _run_stages(*prepare_call(None), microbatches)
-    return _run_stages(*prepare_on_all_ranks(group, prepare_call, state), microbatches)
+        prepared = prepare_call(None)
+    else:
+        prepared = prepare_on_all_ranks(group, prepare_call, state)
+    return _run_stages(*prepared, microbatches)
 
 
 def _run_stages(
@@ -195,39 +197,39 @@ def _run_stages(
         options.clip.norm_type,
         amax=options.rule_traits.takes_amax,
         nan_norm_is_inf=len(microbatches) > 1,
-        all_readable=flat_state.prepared_step.known.all_readable,
+        all_readable=flat_state.prepared_step.facts.all_readable,
     )
     pooled = options.bn_update == "window"
     accumulate = accumulate_with_pooled_statistics if pooled else accumulate_microbatches
 
-    def run_window(flat_scaler: FlatTree) -> Attempt:
+    def run_window(flat_scaler: FlatTree) -> MeasuredWindow:
         at_scale = flat_state._replace(scaler=flat_scaler)
         window = accumulate(options, at_scale, microbatches, weights, memory)
         window = reduce_window(window, flat_state)
         scale = flat_scaler.tree.scale
         stats = measure(window.grads, scale, stats_options)
-        return Attempt(window, stats, window_flags(window, stats.overflow), flat_scaler)
+        return MeasuredWindow(window, stats, window_flags(window, stats.overflow), flat_scaler)
 
-    attempt = run_with_retries(options, flat_state, run_window)
-    window, stats = attempt.window, attempt.stats
+    measured = run_with_retries(options, flat_state, run_window)
+    window, stats = measured.window, measured.stats
     guard_state, rejects = call_guard(options.guard, flat_state.train_state.guard, window, stats)
-    decision = decide(stats, options.clip, window.grads, attempt.flags, rejects)
+    decision = decide(stats, options.clip, window.grads, measured.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    control = advance_control(options, flat_state, attempt, decision, guard_state)
+    control = advance_control(options, flat_state, measured, decision, guard_state)
     stepped = options.optimizer.run_step(
         flat_state.prepared_step,
         decision.grads,
         decision.skip_or_none,
         in_place=may_write.params_and_state,
     )
-    scale = attempt.flat_scaler.tree.scale.clone()  # `assemble_state` may write into it
+    scale = measured.flat_scaler.tree.scale.clone()  # `assemble_state` may write into it
     info = StepInfo(
         loss=window.loss,
         found_inf=decision.skip,
         scale=scale,
         grad_norm=decision.grad_norm,
         grad_amax=decision.grad_amax,
-        retries=torch.full((), attempt.retries, dtype=torch.int32, device=scale.device),
+        retries=torch.full((), measured.retries, dtype=torch.int32, device=scale.device),
         aux=window.aux,
         rejected=decision.rejected,
     )

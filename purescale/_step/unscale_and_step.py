@@ -87,7 +87,7 @@ def maybe_step(
     optimizers.
     """
     flat_optimizer = as_flat_optimizer(optimizer)
-    prepared_step, gradients = flat_optimizer.find_or_prepare_step(params, grads, opt_state)
+    prepared_step, gradients = flat_optimizer.prepare_with_grads(params, grads, opt_state)
     inputs = prepared_step.inputs
     skip = as_flag(found_inf, like=next(iter(inputs.params), None))
     in_place = (
@@ -166,7 +166,7 @@ def unscale_and_step(
     flat_optimizer = as_flat_optimizer(optimizer)
     scale = scaler.scale
 
-    prepared_step, grads = flat_optimizer.find_or_prepare_step(
+    prepared_step, grads = flat_optimizer.prepare_with_grads(
         params, scaled_grads, opt_state, scaler
     )
     check_scale(scale, params, grads.templates, "grads", grads.tensor_list)
@@ -174,7 +174,7 @@ def unscale_and_step(
         refuse_complex(params, grads.templates, "grads")
     may_write = MayWrite()
     if donate:
-        of_scaler = [x for x in prepared_step.others[-1].leaves if isinstance(x, Tensor)]
+        of_scaler = [x for x in prepared_step.other_trees[-1].leaves if isinstance(x, Tensor)]
         read_only = [*of_scaler, *clip.tensor_bounds]
         may_write = decide_writes_by_hand(flat_optimizer, prepared_step, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.
@@ -185,7 +185,7 @@ def unscale_and_step(
         amax=amax,
         group=group,
         norm_group=norm_group,
-        all_readable=prepared_step.known.all_readable,
+        all_readable=prepared_step.facts.all_readable,
     )
     stats = measure(grads, scale, stats_options)
     decision = decide(stats, clip, grads)

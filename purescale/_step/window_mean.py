@@ -54,14 +54,11 @@ class WindowMean:
         """True if each gradient can be added as its backward makes it, and is large: all those of a
         microbatch beside the mean need as much memory again.
         """
-        forward_backward, params = (
-            self.forward_backward,
-            self.forward_backward.flat_params.tensor_list,
-        )
+        params = self.forward_backward.flat_params.tensor_list
         return (
             self.in_place
             and not self.measures_microbatches
-            and not forward_backward.in_make_fx
+            and not self.forward_backward.in_make_fx
             and params.dense_without_history
             and params.num_elements > _LARGE * len(params.tensors)
             and not any([isinstance(share, Tensor) for share in self.weights.shares])
@@ -77,7 +74,7 @@ class WindowMean:
             new = [as_dense_real(donation.take_ownership(grad_cell)[0])]
             self.sums[tensor_index] = self.add_weighted(None, new, index)[0]
 
-    def add(self, index: int, leaves: Leaves) -> bool | Tensor:
+    def add_microbatch_grads(self, index: int, leaves: Leaves) -> bool | Tensor:
         """Add the gradients of a microbatch to the mean. Return True if it counts for the
         buffers.
         """

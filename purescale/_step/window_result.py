@@ -24,7 +24,8 @@ from .._tree.pytree import FlatTree, Leaves
 class MicrobatchWeights(NamedTuple):
     """The weights of a window's microbatches, known before the first one runs."""
 
-    unnormalized: Any  # Tensor [k]; None without a group if all are 1 and only the mean is measured
+    # Tensor [k]; None without `weight_fn` and a group if only the mean is measured
+    unnormalized: Any
     shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1, or 0 if no weight counts
     has_weight: Sequence[bool | Tensor]  # the weight is valid and above 0
 
@@ -34,15 +35,16 @@ class WindowResult(NamedTuple):
 
     # the mean; before `reduce_window` has run that of this rank, or empty if it is sent already
     grads: Gradients
-    loss: Tensor  # the mean over the microbatches that count and are not dropped, times `fraction`
+    # the mean over the microbatches that count and are not dropped, times the part of `window_size`
+    loss: Tensor
     buffers: Leaves
     aux: tuple[Any, ...]
     reduction: Reduction | None = None  # on its way to the other ranks
-    # as `Totals`; None without a group if only the mean is measured
+    # as `Totals`; None if the weights have no `unnormalized`
     totals_row: Tensor | None = None
     drops_overflows: bool = False  # microbatches that overflowed are not in the mean
     # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
-    fraction: Tensor | None = None
+    pending_fraction: Tensor | None = None
 
 
 class Totals(NamedTuple):
@@ -77,12 +79,12 @@ class WindowFlags(NamedTuple):
     num_overflows: Tensor
 
 
-class Attempt(NamedTuple):
+class MeasuredWindow(NamedTuple):
     """A window at one loss scale, measured."""
 
     window: WindowResult
     stats: GradStats
-    flags: WindowFlags | None  # None if only the mean was measured
+    flags: WindowFlags | None  # None without totals
     flat_scaler: FlatTree  # the state that scaled it
     rng: Any = ()  # the next state of the generator
     retries: int = 0  # how often the step ran its window again

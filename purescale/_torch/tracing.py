@@ -116,7 +116,7 @@ class CallContext(NamedTuple):
     # A plan may be found again. Else each call plans anew.
     reuses_plans: bool = False
     in_make_fx: bool = False  # as `recorded_by_make_fx`
-    host_may_read: bool = False  # the host may read plain tensors of a CPU
+    may_read_cpu: bool = False  # the host may read plain tensors of a CPU
     captured: bool = False  # as `captured`
 
 
@@ -130,7 +130,7 @@ def current_context() -> CallContext:
     return CallContext(
         reuses_plans=not (torch.is_inference_mode_enabled() or _in_whole_graph.get()),
         in_make_fx=in_make_fx,
-        host_may_read=not (in_make_fx or _as_an_accelerator),
+        may_read_cpu=not (in_make_fx or _as_an_accelerator),
         captured=_captured.get(),
     )
 

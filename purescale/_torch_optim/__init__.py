@@ -15,7 +15,7 @@ user_class       a step by the `step` of a user's class, on copies
 torch_state_dict state dicts of torch, written and read
 
 A kernel makes a step if it is right for the settings (`kernel_for`), the tensors (`takes_tensors`,
-in the plan) and the values (`takes_values`); one that cannot divide (`_can_divide`) gets unscaled
+in the plan) and the values (`takes_step`); one that cannot divide (`_can_divide`) gets unscaled
 gradients.
 
 Entry: `from_torch.from_torch`, `from_formula.from_formula`.

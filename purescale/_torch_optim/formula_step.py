@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, count_step
+from .._optim.opt_state import OptState, with_step_counted
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach, private
 from .._torch.dtypes import send_once, to_device, wide_dtype, widest_float
@@ -54,7 +54,8 @@ class FormulaStep:
         """Return parameters and state after the step with unscaled gradients, in fresh memory. Each
         leaf is stepped alone and keeps its graph if the step may be differentiated.
         """
-        layout, params, opt_state = inputs.layout, inputs.params, count_step(inputs.opt_state)
+        layout, params = inputs.layout, inputs.params
+        opt_state = with_step_counted(inputs.opt_state)
         slot_lists, applied = slot_lists_of(opt_state, layout), opt_state.applied
         t = applied.to(widest_float(applied.device))
         step_settings = inputs.step_settings.map(lambda table: _as_arguments(table, applied.device))

@@ -49,9 +49,10 @@ def from_formula(
     Args:
         step: A pure function of one parameter that returns the new parameter and a dict of its new
             slots, with plain operators: no list operator, nothing in place, no value read. `param`
-            and `grad` are float32 where a half parameter is kept. `slots` and `settings` go by
-            name, `slots["exp_avg"]`, `settings["lr"]`. A setting is what was given here, or a 0-d
-            tensor. `t` is the number of the step, a 0-d tensor, 1 in the first: one more than
+            and `grad` are float32 where a half parameter is kept; `grad` is rounded to the dtype of
+            the parameter before, as a `.grad` is. `slots` and `settings` go by name,
+            `slots["exp_avg"]`, `settings["lr"]`. A setting is what was given here, or a 0-d tensor.
+            `t` is the number of the step, a 0-d tensor, 1 in the first: one more than
             `opt_state.applied`, for all parameters, as in optax.
         slots: What is kept for each parameter: names of tensors that start as zeros like it, or
             `{name: function of the parameter}`, without a random draw.

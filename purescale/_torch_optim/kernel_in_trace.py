@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, count_step
+from .._optim.opt_state import OptState, with_step_counted
 from .._optim.step_inputs import StepInputs
 from .._torch.operators import define
 from .._torch.tensor_list import TensorList
@@ -48,11 +48,11 @@ class _KernelStepInTrace(KernelStep):
 
     kernel: FusedKernel
 
-    def takes_values(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+    def takes_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the kernel takes the values of this step, and one opaque operator may
         stand for it.
         """
-        if not super().takes_values(inputs, grads, skip):
+        if not super().takes_step(inputs, grads, skip):
             return False
         numbers = [value for table in inputs.step_settings.tables() for value in table.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
@@ -63,14 +63,14 @@ class _KernelStepInTrace(KernelStep):
 class KernelStepInJit(_KernelStepInTrace):
     """The step in a graph of operators, as `jit` records it: each launch is one operator."""
 
-    def takes_values(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+    def takes_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the operator takes the values of this step. It returns slots as they are
         laid out, and the kernel walks them as the parameter.
         """
-        if not super().takes_values(inputs, grads, skip):
+        if not super().takes_step(inputs, grads, skip):
             return False
         leaves, _ = inputs.leaves_and_state_structure()
-        pairs = inputs.plan.param_slot_pairs
+        pairs = inputs.plan.pairs_to_lay_out
         return slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
 
     def __call__(
@@ -82,14 +82,14 @@ class KernelStepInJit(_KernelStepInTrace):
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped."""
-        inputs = inputs.with_state(count_step(inputs.opt_state, skip))
+        inputs = inputs.with_state(with_step_counted(inputs.opt_state, skip))
         launches = inputs.plan.launches
         leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)
         for launch in launches:
             add_to_counts(stepped, launch.count_indices, skip)
         operands = stepped, inputs.opt_state.applied, grads, inputs.step_settings
-        for launch, call in self.calls(launches, *operands):
+        for launch, call in self.make_calls(launches, *operands):
             new = torch.ops.purescale.fused_update(*_operator_arguments(self.kernel, call, skip))
             for index, tensor in zip(
                 itertools.chain(*launch.param_and_slot_indices), new, strict=True
@@ -122,7 +122,7 @@ class KernelStepInDynamo(_KernelStepInTrace):
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped."""
-        inputs = inputs.with_state(count_step(inputs.opt_state, skip))
+        inputs = inputs.with_state(with_step_counted(inputs.opt_state, skip))
         step_settings, layout = inputs.step_settings, inputs.layout
         params, slot_lists = _writable_slot_lists(inputs, in_place=in_place)
         state = with_slot_lists(inputs.opt_state, slot_lists, layout)
@@ -150,7 +150,7 @@ class KernelStepInDynamo(_KernelStepInTrace):
         indices_of_slots = slot_lists_like(slot_lists, itertools.count(len(params)))
         launches = self.plan_launches(TensorList(params), grad_indices, indices_of_slots, groups)
         leaves = [*params, *values_of(slot_lists)]
-        for _, call in self.calls(launches, leaves, applied, grads, step_settings):
+        for _, call in self.make_calls(launches, leaves, applied, grads, step_settings):
             torch.ops.purescale.fused_update_(*_operator_arguments(self.kernel, call, skip))
 
 
@@ -177,7 +177,7 @@ def _update_targets(
     tensor_args: Sequence[Tensor | None],
     owned: bool,
 ) -> None:
-    """`FusedKernel.update` as an operator of a graph, which reads the flag of a skip on a CPU.
+    """`FusedKernel.run` as an operator of a graph, which reads the flag of a skip on a CPU.
     `targets`: the parameters, then each slot. `tensor_args`: the rate if it is a tensor, else None;
     `skip`; what the gradients wait for. `float_args`: the rate if it is a number, else 0; the other
     settings.
@@ -199,10 +199,12 @@ def _update_targets(
         next(columns) if not setting or settings[setting] else []
         for setting in kernel.slot_conditions.values()
     ]
-    gradients = kernel.fold_factor(Gradients.of_dense(list(grads), Pending(*pending), owned=owned))
+    gradients = kernel.fold_clip_factor(
+        Gradients.of_dense(list(grads), Pending(*pending), owned=owned)
+    )
     operands = params, slots, gradients, list(counts)
     with torch.no_grad():
-        kernel.update(KernelCall(kernel.bind(settings), settings, *operands), skip)
+        kernel.run(KernelCall(kernel.bind(settings), settings, *operands), skip)
 
 
 define("fused_update", _update_targets)

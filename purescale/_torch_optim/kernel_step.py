@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, count_step, numbers_of
+from .._optim.opt_state import OptState, numbers_of, with_step_counted
 from .._optim.step_inputs import StepInputs
 from .._torch import foreach
 from .._torch.dtypes import to_device
@@ -48,7 +48,7 @@ class ParamGroupPlan(NamedTuple):
     kernel_step: KernelStep | None = None  # None if no kernel takes these tensors
     launches: Sequence[LaunchPlan] = ()  # Dynamo plans them in the compiled step
     # the indices of each parameter in a launch with each of its slots; empty if they fit
-    param_slot_pairs: Sequence[tuple[int, int]] = ()
+    pairs_to_lay_out: Sequence[tuple[int, int]] = ()
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
     leaves_fit_kernel: bool = False
 
@@ -122,7 +122,7 @@ class KernelStep:
                 )
         return launches
 
-    def takes_values(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+    def takes_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the kernel takes the values of this step. The host must be able to read
         its settings, and a rate on an accelerator must be float32.
         """
@@ -150,11 +150,11 @@ class KernelStep:
         plan, step_settings = inputs.plan, inputs.step_settings
         leaves, structure = inputs.leaves_and_state_structure()
         if not (plan.leaves_fit_kernel and in_place):
-            leaves = writable_leaves(leaves, plan.param_slot_pairs, in_place=in_place)
+            leaves = writable_leaves(leaves, plan.pairs_to_lay_out, in_place=in_place)
         if not self._config.settings_are_constant:
             step_settings = step_settings.map(self.kernel.convert_settings)
         num_params = len(inputs.params)
-        grads = self.kernel.fold_factor(grads)
+        grads = self.kernel.fold_clip_factor(grads)
         state = structure.unflatten(leaves[num_params:])
         # The counts that kernels read are fresh, those of the leaves are written after each launch:
         # what raises, for want of memory, counts nothing.
@@ -163,7 +163,7 @@ class KernelStep:
         counted = list(leaves)
         for launch in plan.launches:
             add_to_counts(counted, launch.count_indices, skip)
-        calls = self.calls(
+        calls = self.make_calls(
             plan.launches,
             counted,
             applied,
@@ -173,11 +173,11 @@ class KernelStep:
         )
         with torch.set_grad_enabled(False):
             for launch, call in calls:
-                self.kernel.update(call, skip)
+                self.kernel.run(call, skip)
                 add_to_counts(leaves, launch.count_indices, skip, in_place=True)
-        return leaves[:num_params], count_step(state, skip, in_place=True)
+        return leaves[:num_params], with_step_counted(state, skip, in_place=True)
 
-    def calls(
+    def make_calls(
         self,
         launches: list[LaunchPlan],
         leaves: list[Any],
@@ -228,9 +228,9 @@ def writable_leaves(
     return writable
 
 
-def slots_follow_params(param_slot_pairs: list[tuple[Tensor, Any]]) -> bool:
+def slots_follow_params(pairs_to_lay_out: list[tuple[Tensor, Any]]) -> bool:
     """Return True if each slot of the shape of its parameter has its memory order."""
-    like = [(p, s) for p, s in param_slot_pairs if isinstance(s, Tensor) and p.shape == s.shape]
+    like = [(p, s) for p, s in pairs_to_lay_out if isinstance(s, Tensor) and p.shape == s.shape]
     return all([same_memory_order(slot, param) for param, slot in like])
 
 

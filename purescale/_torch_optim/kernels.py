@@ -29,7 +29,7 @@ from .._torch_optim.settings import OptimizerConfig
 from .._tree.gradients import Gradients
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
-SKIP_IN_KERNEL = {"cuda", "xpu"}
+DEVICES_THAT_SKIP = {"cuda", "xpu"}
 _FULL_PRECISION = {torch.float32, torch.float64}
 
 
@@ -51,7 +51,7 @@ class FusedKernel:
         """
         for device in params.devices:
             on_cpu = device.type == "cpu" and params.dtypes <= _FULL_PRECISION
-            if not (on_cpu or device.type in SKIP_IN_KERNEL):
+            if not (on_cpu or device.type in DEVICES_THAT_SKIP):
                 return False
         return all([dtype.is_floating_point for dtype in params.dtypes])
 
@@ -72,18 +72,14 @@ class FusedKernel:
             for n, v in settings.items()
         }
 
-    def fold_factor(self, grads: Gradients) -> Gradients:
+    def fold_clip_factor(self, grads: Gradients) -> Gradients:
         """Return the gradients with `divisor / factor` as their divisor, because the kernel divides
         once. If that is out of range, they are multiplied by the factor first.
         """
-        divisor, factor, dtype = (
-            grads.pending.divisor,
-            grads.pending.clip_factor,
-            grads.factor_dtype,
-        )
+        divisor, factor, _ = grads.pending
         if factor is None:
             return grads
-        pending = grads.pending._replace(clip_factor=None)
+        pending, dtype = grads.pending._replace(clip_factor=None), grads.factor_dtype
         # Unless all gradients are float64, the divisor must fit into float32.
         only_double = grads.tensor_list.dtypes == {torch.float64}
         largest = torch.finfo(torch.float64 if only_double else torch.float32).max
@@ -102,7 +98,7 @@ class FusedKernel:
         multiplied = grads.multiplied(torch.where(fits, 1.0, factor))
         return multiplied._replace(pending=pending._replace(divisor=divisor))
 
-    def update(self, call: KernelCall, skip: Tensor | None) -> None:
+    def run(self, call: KernelCall, skip: Tensor | None) -> None:
         """Make the call. It divides the gradients itself if it can."""
         if not _can_divide(call):
             call = call._replace(grads=_grads_for_kernel(call))
@@ -137,7 +133,7 @@ class ForLoopKernel:
 
     def takes_tensors(self, params: TensorList, context: CallContext) -> bool:
         """Return True if it may step these parameters in place of the formula."""
-        readable = context.host_may_read and params.are_on_cpu and are_comparable(params.tensors)
+        readable = context.may_read_cpu and params.are_on_cpu and are_comparable(params.tensors)
         return readable and params.dtypes <= _FULL_PRECISION
 
     def bind(self, settings: Settings) -> Callable[..., None]:
@@ -149,11 +145,11 @@ class ForLoopKernel:
         """Return settings as it takes them, as Python numbers."""
         return read_numbers(settings)
 
-    def fold_factor(self, grads: Gradients) -> Gradients:
+    def fold_clip_factor(self, grads: Gradients) -> Gradients:
         """Return the gradients as they are, because the function does not divide."""
         return grads
 
-    def update(self, call: KernelCall, skip: Tensor | None) -> None:
+    def run(self, call: KernelCall, skip: Tensor | None) -> None:
         """Make the call, of a step that is not skipped."""
         assert skip is None
         before = [count - 1 for count in call.counts]  # the function adds 1 to each
@@ -260,8 +256,8 @@ def _can_divide(call: KernelCall) -> bool:
     gradients with the result.
     """
     params, grads, dtype = call.params, call.grads, call.params[0].dtype
-    divisor = grads.pending.divisor
-    if divisor is None or any([operand is not None for operand in grads.pending[1:]]):
+    divisor, clip_factor, clip_value = grads.pending
+    if divisor is None or clip_factor is not None or clip_value is not None:
         return False
     if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
         return False

@@ -238,7 +238,7 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step, by a kernel if one can make or skip it."""
         kernel_step = inputs.plan.kernel_step
-        if kernel_step is not None and kernel_step.takes_values(inputs, grads, skip):
+        if kernel_step is not None and kernel_step.takes_step(inputs, grads, skip):
             return kernel_step(inputs, grads, skip, in_place=in_place)
         return super().step_or_skip(inputs, grads, skip, in_place=in_place)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, count_step
+from .._optim.opt_state import OptState, with_step_counted
 from .._optim.param_layout import foreign_parameters_error
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
@@ -48,7 +48,7 @@ class UserClassOptimizer(ParamGroupOptimizer):
         """Return parameters and state after the step of the class, in fresh memory. Half parameters
         and their slots are computed in float32.
         """
-        counted = count_step(inputs.opt_state)
+        counted = with_step_counted(inputs.opt_state)
         names, slots = inputs.layout.names, counted.slots
         params = dict(zip(names, inputs.params, strict=True))
 

@@ -63,7 +63,7 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: Tr
     )
 
 
-def flatten_grads(params: FlatTree, grads: Tree) -> FlatTree:
+def grads_like_params(params: FlatTree, grads: Tree) -> FlatTree:
     """Return `grads` with its leaves in the order of `params`. Refuse, naming the leaf, a gradient
     that does not fit its parameter.
     """

@@ -49,7 +49,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     Source of the rule: `select_tree` of jmp.
     """
     context, arguments = current_context(), (found_inf, old, new)
-    if context.host_may_read and (known := _cache.find(context, arguments)):
+    if context.may_read_cpu and (known := _cache.find(context, arguments)):
         _, before, after = known[0]
         chosen = before if found_inf else after
         return before.structure.unflatten(foreach.clone_list(chosen.leaves))
@@ -59,7 +59,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
             "`select(found_inf, old, new)`, as torch.where."
         )
     leaves, others, structure = matching_leaves(old, new, "old", "new")
-    if context.host_may_read:
+    if context.may_read_cpu:
         _keep_match(context, arguments, leaves, others)
     return structure.unflatten(select_leaves(found_inf, leaves, others))
 

@@ -6,7 +6,7 @@ from purescale._torch_optim import kernels
 WHY_NOT = sim.why_not()
 if WHY_NOT is None:
     sim.load()
-    kernels.SKIP_IN_KERNEL.add("sim")  # whose fused kernels are the CPU's, which are masked
+    kernels.DEVICES_THAT_SKIP.add("sim")  # whose fused kernels are the CPU's, which are masked
 
 
 def pytest_collection_modifyitems(items):

@@ -50,7 +50,7 @@ def test_the_second_window_of_a_job_overflows():
 @pytest.mark.slow
 @each
 def test_a_device_as_mps_has_the_same_numbers_without_float64_and_fused_kernels(name, monkeypatch):
-    monkeypatch.setattr(kernels, "SKIP_IN_KERNEL", ())
+    monkeypatch.setattr(kernels, "DEVICES_THAT_SKIP", ())
     monkeypatch.setattr(dtypes, "WITHOUT_FLOAT64", ("sim",))
     # plans of the jobs' optimizers, which are those of the module, are for another device
     find_no_plans(monkeypatch)

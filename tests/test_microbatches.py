@@ -34,6 +34,7 @@ from torch import nn
 
 import purescale as ps
 from purescale._step import backward, window_mean
+from purescale._torch.tracing import as_on_an_accelerator
 from purescale.testing import assert_vmap_equals_loop
 
 INF = math.inf
@@ -899,3 +900,31 @@ def test_a_window_that_drops_takes_every_scale(exponent):
     new, _ = ps.train_step(state, [1.0, 3.0], on_nonfinite="drop_microbatch", **settings)
     if exponent > -130:  # below that a gradient of 2**-8 underflows
         assert new.params["w"].tolist() == [1 - 2.0**-7] * 4
+
+
+# ---- the loss of a window
+
+
+@examples(60)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(st.lists(st.floats(width=32), min_size=2, max_size=5))
+@example([3e38, 3e38])
+@example([math.inf, -math.inf])
+def test_the_loss_of_a_window_is_the_mean_of_its_microbatches_whether_it_may_be_read_or_not(
+    dtype, numbers
+):
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.NoScale()
+    state = ps.init_train_state({"w": torch.ones(5, dtype=dtype)}, {}, optimizer, rule)
+    window = [torch.tensor(number, dtype=dtype) for number in numbers]
+
+    def loss_fn(params, buffers, number):
+        return number + 0 * params["w"].sum(), buffers
+
+    settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
+    read = ps.train_step(state, window, **settings)[1].loss
+    with as_on_an_accelerator():
+        unread = ps.train_step(state, window, **settings)[1].loss
+    expected = torch.stack(window).double().mean().to(dtype)
+    for loss in (read, unread):
+        assert loss.dtype is dtype
+        assert_close(loss, expected, equal_nan=True, rtol=1e-7, atol=0)

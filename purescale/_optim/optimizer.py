@@ -216,7 +216,10 @@ class FlatOptimizer:
         because the first step may add to the state), a skipped step returns the old state at once.
         """
         inputs = prepared_step.inputs
-        if skip is not None and (self.may_add_slots or self._may_read(skip, inputs.context)):
+        # What a skipped, differentiable step does not use has a derivative of 0, so it is made.
+        if skip is not None and (
+            self.may_add_slots or (not self.differentiable and inputs.context.may_read([skip]))
+        ):
             if skip:
                 with self.grad_mode(inputs.context):
                     old = inputs.params, with_skip_counted(inputs.opt_state, in_place=in_place)
@@ -225,13 +228,6 @@ class FlatOptimizer:
                 return inputs.as_trees(*structure.unflatten(kept))
             skip = None
         return inputs.as_trees(*self.step_or_skip(inputs, grads, skip, in_place=in_place))
-
-    def _may_read(self, skip: Tensor, context: CallContext) -> bool:
-        """Return True if the host may read the flag of a skip: it is on a CPU, in eager mode. What
-        a skipped, differentiable step does not use has a derivative of 0, so it is made.
-        """
-        is_plain = type(skip) is Tensor and skip.is_cpu  # a fake tensor has no value
-        return context.may_read_cpu and is_plain and not self.differentiable
 
     def step_or_skip(
         self,

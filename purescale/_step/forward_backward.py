@@ -88,8 +88,7 @@ class ForwardBackward:
         self.uses_torch_func = context.traced
         self.keeps_graph = differentiable and not self.uses_torch_func
         self.returns_detached = not (self.uses_torch_func or self.keeps_graph)
-        # make_fx does not see that a subclass is made, and would take parameters for constants.
-        self.in_make_fx = context.in_make_fx
+        self.context = context
         if not context.reuses_plans and self.returns_detached:
             refuse_graph_end()
         self.pointers = pointers if self.returns_detached else None
@@ -178,13 +177,14 @@ class ForwardBackward:
             buffers = _normal_tensors(buffers)
         # New tensors, because a loss may register hooks on them: leaves, because autocast caches
         # the cast of a leaf; on a graph aliases, so that a gradient ends there. Leaves pass
-        # `isinstance(leaf, nn.Parameter)` unless make_fx records them.
+        # `isinstance(leaf, nn.Parameter)` unless make_fx records them: it does not see that a
+        # subclass is made, and would take parameters for constants.
         if self.keeps_graph:
             inputs = list(map(_alias, self.present_params))
         else:
             inputs = [
                 nn.Parameter(tensor)
-                if type(tensor) is Tensor and not self.in_make_fx
+                if type(tensor) is Tensor and not self.context.in_make_fx
                 else tensor.detach().requires_grad_()
                 for tensor in self.present_params
             ]

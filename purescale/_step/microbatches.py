@@ -47,7 +47,7 @@ from .._step.window_result import (
 )
 from .._torch.donation import ArgumentMemory, storage_pointers
 from .._torch.dtypes import widest_float
-from .._torch.tracing import is_on_a_graph, refuse_in_capture, under_derivative
+from .._torch.tracing import CallContext, is_on_a_graph, refuse_in_capture, under_derivative
 from .._tree import pytree
 from .._tree.gradients import Gradients, Pending, as_gradients
 from .._tree.leaves import versions
@@ -149,7 +149,9 @@ def _accumulate_one(
         owned=forward_backward.returns_detached,
         params=forward_backward.flat_params.tensor_list,
     )
-    loss, totals_row, _, fraction = _average_losses(options, weights, [out.loss], [])
+    loss, totals_row, _, fraction = _average_losses(
+        options, weights, forward_backward.context, [out.loss], []
+    )
     return WindowResult(
         *(grads, loss, out.buffers, tuple(out.aux)),
         totals_row=totals_row,
@@ -236,7 +238,8 @@ def _finish_window(
     are over all ranks.
     """
     options = mean.options
-    averaged = _average_losses(options, mean.weights, losses, mean.overflows)
+    context = mean.forward_backward.context
+    averaged = _average_losses(options, mean.weights, context, losses, mean.overflows)
     loss, totals_row, rank_divisor, fraction = averaged
     if reduction is not None:  # the gradients are sent already
         grads = Gradients.of_dense([], mean.pending, owned=True)
@@ -251,6 +254,7 @@ def _finish_window(
 def _average_losses(
     options: TrainStepOptions,
     weights: MicrobatchWeights,
+    context: CallContext,
     losses: list[Tensor],
     overflows: list[Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -271,6 +275,9 @@ def _average_losses(
         loss_of_good, loss = means.unbind()
         if options.drops_microbatches:  # if all were dropped, the loss of all of them shows why
             loss = torch.where(Totals.of(totals_row).good_weight > 0, loss_of_good, loss)
+    elif len(losses) > 1 and context.may_read(losses):
+        average = sum([loss.item() for loss in losses]) / len(losses)
+        loss = torch.full((), average, dtype=dtype, device=device)
     elif len(losses) > 1:
         loss = torch.stack(losses).mean(dtype=widest_float(device)).to(dtype)
     fraction = window_fraction(options, totals_row, len(losses), device)

@@ -13,7 +13,7 @@ from .._step.forward_backward import ForwardBackward
 from .._step.train_state import TrainStepOptions
 from .._step.window_result import MicrobatchWeights
 from .._torch import donation
-from .._torch.dtypes import wide_dtype
+from .._torch.dtypes import HALF, wide_dtype
 from .._torch.foreach import multiply_by_number_, weighted_sum
 from .._torch.private import listops
 from .._tree.gradients import NOTHING_PENDING, Gradients, Pending, as_gradients
@@ -58,7 +58,7 @@ class WindowMean:
         return (
             self.in_place
             and not self.measures_microbatches
-            and not self.forward_backward.in_make_fx
+            and not self.forward_backward.context.in_make_fx
             and params.dense_without_history
             and params.num_elements > _LARGE * len(params.tensors)
             and not any([isinstance(share, Tensor) for share in self.weights.shares])
@@ -100,7 +100,9 @@ class WindowMean:
             return sums
         if self.in_place and not isinstance(share, Tensor):  # in place, and off every graph
             if sums is None:
-                sums = [t.to(wide_dtype(t.dtype)) for t in new]
+                sums = new
+                if any([n.dtype in HALF for n in new]):
+                    sums = [n.to(wide_dtype(n.dtype)) for n in new]
                 multiply_by_number_(sums, share)
             else:
                 listops.add_(sums, new, alpha=share)

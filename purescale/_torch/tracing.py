@@ -119,6 +119,14 @@ class CallContext(NamedTuple):
     may_read_cpu: bool = False  # the host may read plain tensors of a CPU
     captured: bool = False  # as `captured`
 
+    def may_read(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True if the host may read these tensors: plain ones of a CPU, on no graph. A fake
+        tensor has no value.
+        """
+        return self.may_read_cpu and all(
+            [type(t) is Tensor and t.is_cpu and not t.requires_grad for t in tensors]
+        )
+
 
 def current_context() -> CallContext:
     """Return the context of a call. No plan is found again under a transform, a compiler and

@@ -17,7 +17,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, local_shard
 from .._torch.dtypes import widest_float
 from .._torch.tracing import current_context
-from .._torch_optim.param_groups import KernelOrFormulaOptimizer, ParamGroupOptimizer
+from .._torch_optim.group_optimizer import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields

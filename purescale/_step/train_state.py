@@ -137,8 +137,8 @@ class StepInfo(NamedTuple):
         grad_norm: float32 [], float64 for float64 gradients. The norm of the averaged, unscaled
             gradients before clipping. Not finite if `found_inf`, unless `rejected`; `()` if
             `max_norm` is None.
-        grad_amax: float32 []. The largest magnitude in these gradients, finite or not as
-            `grad_norm`; `()` if the rule does not take amax.
+        grad_amax: float32 []. The largest magnitude in these gradients, of a complex number that of
+            its larger part, finite or not as `grad_norm`; `()` if the rule does not take amax.
         retries: int32 []. How often the window was run again.
         aux: A tuple with one entry a microbatch: what `loss_fn` returned as its third value,
             `(aux,)` for one microbatch. `()` if it returns two values.

@@ -212,6 +212,7 @@ def _run_stages(
 
     measured = run_with_retries(options, flat_state, run_window)
     window, stats = measured.window, measured.stats
+    scale = measured.flat_scaler.tree.scale.clone()  # `assemble_state` may write into it
     guard_state, rejects = call_guard(options.guard, flat_state.train_state.guard, window, stats)
     decision = decide(stats, options.clip, window.grads, measured.flags, rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
@@ -222,7 +223,6 @@ def _run_stages(
         decision.skip_or_none,
         in_place=may_write.params_and_state,
     )
-    scale = measured.flat_scaler.tree.scale.clone()  # `assemble_state` may write into it
     info = StepInfo(
         loss=window.loss,
         found_inf=decision.skip,

@@ -3,7 +3,7 @@ one leaf, a class of a user's own.
 
 from_torch       an optimizer from a class of torch.optim, or of a user's
 from_formula     an optimizer from the mathematics of one leaf
-param_groups     the base of these optimizers: their state, state dicts; the plan of a step by a
+group_optimizer  the base of these optimizers: their state, state dicts; the plan of a step by a
                  kernel or a formula
 settings         numbers and constants, for all parameters and by override (in_state: those that a
                  state holds; schedule: functions of a count)
@@ -19,7 +19,7 @@ in the plan) and the values (`takes_step`); one that cannot divide (`_can_divide
 gradients.
 
 Entry: `from_torch.from_torch`, `from_formula.from_formula`.
-A step: `param_groups.KernelOrFormulaOptimizer`: `plan`, once for arguments that are alike, then
+A step: `group_optimizer.KernelOrFormulaOptimizer`: `plan`, once for arguments that are alike, then
 `step_or_skip`, which takes `Gradients` that may still be scaled.
 May import: `_optim`, `_tree`, `_torch`.
 """

@@ -228,9 +228,9 @@ def writable_leaves(
     return writable
 
 
-def slots_follow_params(pairs_to_lay_out: list[tuple[Tensor, Any]]) -> bool:
+def slots_follow_params(param_slot_pairs: list[tuple[Tensor, Any]]) -> bool:
     """Return True if each slot of the shape of its parameter has its memory order."""
-    like = [(p, s) for p, s in pairs_to_lay_out if isinstance(s, Tensor) and p.shape == s.shape]
+    like = [(p, s) for p, s in param_slot_pairs if isinstance(s, Tensor) and p.shape == s.shape]
     return all([same_memory_order(slot, param) for param, slot in like])
 
 

@@ -1,5 +1,6 @@
 """One step: skipped or applied as a whole, replayed bit for bit."""
 
+import contextlib
 import functools
 import math
 
@@ -480,16 +481,19 @@ def test_what_is_refused_is_refused_before_gradients_are_donated(
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_a_step_over_fake_tensors_reads_no_value():
-    with FakeTensorMode():
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_step_over_fake_tensors_reads_no_value_inside_of_their_mode_and_outside(inside, number):
+    with FakeTensorMode() as mode:
         params = {"w": torch.zeros(5)}
-        state = ps.init_train_state(params, {}, ADAMW, RULE)
+        state, window = ps.init_train_state(params, {}, ADAMW, RULE), [torch.ones(5)] * number
+    with mode if inside else contextlib.nullcontext():
         state, info = ps.train_step(
             state,
-            [torch.ones(5)],
+            window,
             loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b),
             optimizer=ADAMW,
             rule=RULE,
-            max_norm=1.0,
+            max_norm=1.0 if inside else None,  # outside torch joins no number to a fake tensor
         )
-    assert isinstance(info.grad_norm, FakeTensor)
+    assert isinstance(info.loss, FakeTensor)

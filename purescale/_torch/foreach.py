@@ -18,7 +18,14 @@ from torch import Tensor
 from .._torch import private
 from .._torch.dtypes import cast_saturating, largest_within, to_device, unscaled_dtype, wide_dtype
 from .._torch.private import listops
-from .._torch.tracing import PLAIN_OR_FAKE, host_can_read, is_on_a_graph, traced, under_transform
+from .._torch.tracing import (
+    PLAIN_OR_FAKE,
+    PLAIN_TYPES,
+    host_can_read,
+    is_on_a_graph,
+    traced,
+    under_transform,
+)
 
 
 def can_use_foreach(tensors: Sequence[Tensor]) -> bool:
@@ -395,7 +402,8 @@ def multiply_by_number_(tensors: Sequence[Tensor], number: float) -> None:
     """
     operand: float | Tensor = number
     dtypes = {tensor.dtype for tensor in tensors}
-    if dtypes in ({torch.float32}, {torch.float64}) and all([tensor.is_cpu for tensor in tensors]):
+    are_plain = all([tensor.is_cpu and type(tensor) in PLAIN_TYPES for tensor in tensors])
+    if dtypes in ({torch.float32}, {torch.float64}) and are_plain:
         operand = torch.full((), number, dtype=dtypes.pop(), device="cpu")
     listops.mul_(tensors, operand)
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import purescale as ps
 from purescale._grads import clip
 from purescale._grads.measure import StatsOptions, measure, measure_exactly
+from purescale._torch import dtensor
 from purescale._tree.gradients import Pending, as_gradients
 from purescale.testing import assert_pure, assert_vmap_equals_loop
 
@@ -468,3 +469,30 @@ def test_the_factor_of_numbers_is_that_of_tensors_or_none_for_1(norm, max_norm):
     factor = clip.clip_factor_of_number(norm, max_norm)
     assert (1.0 if factor is None else factor) == expected
     assert factor != 1.0
+
+
+def scaler_on_meta():
+    return ps.DynamicScale().init("meta")
+
+
+@pytest.mark.parametrize(
+    ("refuse", "dtype", "message"),
+    [
+        (lambda g: ps.unscale_and_check(scaler_on_meta(), g), torch.float32, "the scaler state on"),
+        (lambda g: ps.clip_by_value(g, 1.0), torch.complex64, "complex"),
+        (
+            lambda g: ps.clip_by_global_norm({**g, "v": torch.ones(2, device="meta")}, 1.0),
+            torch.float32,
+            "must be on one device",
+        ),
+    ],
+)
+def test_gradients_are_refused_before_one_is_reduced_or_made_dense(
+    refuse, dtype, message, monkeypatch
+):
+    def reduce(leaf):
+        raise AssertionError("work before a check")
+
+    monkeypatch.setattr(dtensor, "reduce_partial", reduce)
+    with pytest.raises((TypeError, ValueError), match=message):
+        refuse({"w": torch.ones(5, dtype=dtype).to_sparse()})

@@ -31,7 +31,7 @@ from .._torch import donation, dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import pytree, scalars
-from .._tree.matching import check_gradients
+from .._tree.matching import flatten_gradients
 from .._tree.poison import donates
 from .._tree.pytree import Leaves, Tree, TreeT
 from .._tree.scalars import as_flag
@@ -129,9 +129,8 @@ def all_reduce_grads(
                 f"bucket_size_mb must be above 0, got {scalars.short_repr(bucket_size_mb)}. Fix: "
                 "25."
             )
-        leaves, structure = pytree.flatten(grads)
-        check_gradients(grads, leaves)
-        return leaves, structure
+        flat = flatten_gradients(grads)
+        return flat.leaves, flat.structure
 
     if is_single_process(group):
         leaves, structure = checked_leaves()

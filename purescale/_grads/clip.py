@@ -17,8 +17,8 @@ from .._grads.measure import StatsOptions, measure, norm_as_tensor
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import to_device
 from .._tree import pytree
-from .._tree.gradients import flatten_gradients
-from .._tree.matching import device_of
+from .._tree.gradients import Gradients
+from .._tree.matching import device_of, flatten_gradients
 from .._tree.poison import donates
 from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import as_float, checked_bound, short_repr
@@ -141,19 +141,20 @@ def clip_by_global_norm(
     norm is inf here.
     """
     max_norm, norm_type = checked_bound("max_norm", max_norm), as_norm_type(norm_type)
-    gradients, structure = flatten_gradients(grads)
-    device = device_of(grads, gradients.templates, "grads")
+    flat = flatten_gradients(grads)
+    device = device_of(grads, flat.leaves, "grads")
     if group is not None:
         group = resolve_group(group)
         if not pytree.tensors(grads) and isinstance(group, dist.ProcessGroup):
             device = torch.device(object_device(group))
     one = torch.ones((), dtype=torch.float32, device=device)
+    gradients = Gradients.of(flat)
     options = StatsOptions(norm_type, norm_group=group)
     measured = norm_as_tensor(measure(gradients, one, options), device)
     factor = clip_factor(measured, max_norm).to(gradients.factor_dtype)
     if donate:
         gradients = gradients.donated([max_norm])
-    clipped = structure.unflatten(gradients.multiplied(factor).leaves)
+    clipped = flat.structure.unflatten(gradients.multiplied(factor).leaves)
     return clipped, measured.to(factor.dtype)
 
 
@@ -217,8 +218,9 @@ def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False
     """
     clip_value = checked_bound("clip_value", clip_value)
     limit = _or_nan(clip_value) if isinstance(clip_value, Tensor) else clip_value
-    gradients, structure = flatten_gradients(grads)
-    refuse_complex(grads, gradients.templates)
+    flat = flatten_gradients(grads)
+    refuse_complex(grads, flat.leaves)
+    gradients = Gradients.of(flat)
     if donate:
         gradients = gradients.donated([clip_value])
-    return structure.unflatten(gradients.clamped(limit).leaves)
+    return flat.structure.unflatten(gradients.clamped(limit).leaves)

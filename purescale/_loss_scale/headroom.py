@@ -18,9 +18,9 @@ from .._loss_scale.rules import builtin_update, check_state
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import cast_saturating
 from .._tree import scalars
-from .._tree.gradients import flatten_gradients
+from .._tree.gradients import Gradients
 from .._tree.hints import document_fields
-from .._tree.matching import device_of
+from .._tree.matching import device_of, flatten_gradients
 from .._tree.pytree import Tree
 from .._tree.scalars import as_flag, increment
 
@@ -255,7 +255,7 @@ def grad_amax(grads: Tree, group: Group | None = None) -> Tensor:
         >>> grad_amax({"w": torch.tensor([1.0, -3.0], dtype=torch.float16), "frozen": None})
         tensor(3.)
     """
-    gradients, _ = flatten_gradients(grads)
-    device = device_of(grads, gradients.templates, "grads")
+    flat = flatten_gradients(grads)
+    device = device_of(grads, flat.leaves, "grads")
     one = torch.ones((), dtype=torch.float32, device=device)
-    return measure_amax(gradients, one, group)
+    return measure_amax(Gradients.of(flat), one, group)

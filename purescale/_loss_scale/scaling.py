@@ -21,8 +21,9 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
 from .._tree import pytree, scalars
-from .._tree.gradients import flatten_gradients
+from .._tree.gradients import Gradients
 from .._tree.leaves import device_hint, unsupported_reason
+from .._tree.matching import flatten_gradients
 from .._tree.poison import donates
 from .._tree.pytree import Tree, TreeT
 
@@ -104,13 +105,14 @@ def unscale_and_check(
     only (finding 4 of pytorch#96755: scale 2**-140 makes a parameter inf), and flax's DynamicScale,
     which checks the output.
     """
-    gradients, structure = flatten_gradients(grads)
-    check_scale(scaler.scale, grads, gradients.templates, "grads", gradients.tensor_list)
+    flat = flatten_gradients(grads)
+    check_scale(scaler.scale, grads, flat.leaves, "grads", flat.tensor_list)
+    gradients = Gradients.of(flat)
     if donate:
         gradients = gradients.donated(pytree.tensors(scaler))
     unscaled = gradients.divided(scaler.scale)
     found_inf = measure(unscaled, scaler.scale, StatsOptions(group=group)).overflow
-    return structure.unflatten(unscaled.leaves), found_inf
+    return flat.structure.unflatten(unscaled.leaves), found_inf
 
 
 def check_scaler(

@@ -11,10 +11,10 @@ from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import real_dtype, wide_dtype
-from .._tree import pytree, scalars
+from .._tree import scalars
 from .._tree.hints import document_fields
 from .._tree.leaves import explicit_values
-from .._tree.matching import check_gradients
+from .._tree.matching import flatten_gradients
 from .._tree.pytree import Tree
 
 
@@ -115,8 +115,7 @@ def grad_report(grads: Tree, sample: int = 1, dtype: torch.dtype | None = None) 
     Source of the rule: requested in pytorch#67590 and #152279; DeepSpeed and apex do not name the
     leaf.
     """
-    leaves, _ = pytree.flatten(grads)
-    check_gradients(grads, leaves)
+    leaves = flatten_gradients(grads).leaves
     sample = scalars.checked_whole("sample", sample, least=1)
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         raise TypeError(

@@ -171,7 +171,7 @@ class KernelStep:
             step_settings,
             grads_match_params=plan.leaves_fit_kernel and are_alike,
         )
-        with torch.set_grad_enabled(False):
+        with torch.set_grad_enabled(False):  # `no_grad` makes more calls
             for launch, call in calls:
                 self.kernel.run(call, skip)
                 add_to_counts(leaves, launch.count_indices, skip, in_place=True)

@@ -12,10 +12,8 @@ from torch import Tensor
 from .._torch import donation, dtensor, foreach
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
-from .._tree import pytree
-from .._tree.leaves import are_plain_dense, are_real_floating, as_dense_real, as_tensor_list
-from .._tree.matching import check_gradients
-from .._tree.pytree import Tree, TreeDef
+from .._tree.leaves import are_plain_dense, as_dense_real
+from .._tree.pytree import FlatTree
 
 
 class Pending(NamedTuple):
@@ -52,6 +50,13 @@ class Gradients(NamedTuple):
     ) -> Gradients:
         """Return gradients of dense, real, strided tensors, which are not checked."""
         return cls(TensorList(tensors), tensors, True, pending, owned)
+
+    @classmethod
+    def of(cls, grads: FlatTree) -> Gradients:
+        """Return checked leaves as gradients. A partial DTensor is reduced."""
+        if grads.tensor_list.dense_without_history:
+            return cls(grads.tensor_list, grads.leaves, True)
+        return as_gradients(grads.leaves)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -171,18 +176,6 @@ def as_gradients(
     templates = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [as_dense_real(dtensor.local_shard(leaf)) for leaf in templates if leaf is not None]
     return Gradients(TensorList(tensors), templates, False, pending, owned)
-
-
-def flatten_gradients(grads: Tree) -> tuple[Gradients, TreeDef]:
-    """Return a tree of gradients as such, and its structure. Refuse, naming the leaf, a leaf that
-    cannot be one.
-    """
-    leaves, structure = pytree.flatten(grads)
-    tensor_list = as_tensor_list(leaves)
-    if tensor_list.dense_without_history and are_real_floating(tensor_list.dtypes):
-        return Gradients(tensor_list, leaves, True), structure
-    check_gradients(grads, leaves)
-    return as_gradients(leaves), structure
 
 
 def _in_form_of(like: Tensor, result: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +60,15 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: Tr
         f"{join_names(extra)}. Likely cause: leaves were dropped, which must be None. Fix: for "
         f"flat dicts `{name} = {{key: {name}.get(key) for key in {like_name}}}`."
     )
+
+
+def flatten_gradients(grads: Tree) -> FlatTree:
+    """Flatten a tree of gradients. Refuse, naming the leaf, a leaf that cannot be one."""
+    flat = FlatTree.of(grads)
+    tensor_list = flat.tensor_list
+    if not (tensor_list.dense_without_history and are_real_floating(tensor_list.dtypes)):
+        check_gradients(grads, flat.leaves)
+    return flat
 
 
 def grads_like_params(params: FlatTree, grads: Tree) -> FlatTree:
@@ -155,7 +163,7 @@ def check_parameters(params: FlatTree, name: str = "params") -> None:
         check_leaf(leaf, path(params.tree, name, index), "parameter")
 
 
-def device_of(tree: Tree, leaves: Sequence[Any], name: str) -> torch.device:
+def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
     """Return the device of the leaves, the CPU if there are no leaves. Refuse, naming the leaf,
     leaves on two devices.
     """

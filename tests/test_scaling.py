@@ -22,6 +22,7 @@ from helpers import (
 from hypothesis import given
 
 import purescale as ps
+from purescale._torch import private
 from purescale.testing import assert_pure, assert_vmap_equals_loop
 
 # ---- scaling and unscaling
@@ -69,6 +70,64 @@ def test_unscaling_is_exact_where_the_reciprocal_overflows(scale):
     unscaled, found_inf = ps.unscale_and_check(at(scale), [torch.tensor(3.0) * scale])
     assert unscaled[0] == (3.0 if scale < 2.0**127 else math.inf)
     assert found_inf.item() is (scale == 2.0**127)
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**126, 2.0**127, 2.0**-3, 3.0])
+@pytest.mark.parametrize("size", [5, 33, 300])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_donated_gradients_have_the_bits_and_the_flag_of_those_without_torchs_operator(
+    dtype, size, scale, bad, monkeypatch
+):
+    exponents = torch.arange(size * 2.0).remainder(200) - 130
+    grads = (torch.exp2(exponents) * 1.2345 * scale).to(dtype).clamp(max=torch.finfo(dtype).max)
+    grads[0] = torch.finfo(dtype).max  # inf over a scale below 1
+    if bad is not None:
+        grads[-1] = bad
+    grads = [grads[:size], grads[size:].clone()]
+
+    def unscale():
+        return ps.unscale_and_check(at(scale), [g.clone() for g in grads], donate=True)
+
+    by_operator = unscale()
+    monkeypatch.setattr(private, "unscale_and_check_", False, raising=False)
+    assert same_bits(by_operator, unscale())
+
+
+@pytest.mark.parametrize(
+    ("scale", "is_used"),
+    [(1.0, True), (2.0**126, True), (2.0**127, False), (0.5, False), (3.0, False)],
+)
+def test_torchs_operator_unscales_where_its_product_is_exact(scale, is_used, monkeypatch):
+    calls, operator = [], private.unscale_and_check_
+
+    def counted(*args):
+        calls.append(args)
+        return operator(*args)
+
+    monkeypatch.setattr(private, "unscale_and_check_", counted, raising=False)
+    ps.unscale_and_check(at(scale), [torch.ones(5)], donate=True)
+    assert len(calls) == is_used
+
+
+@pytest.mark.parametrize("bad", [None, math.nan])
+def test_a_step_without_a_bound_has_the_bits_of_one_without_torchs_operator(bad, monkeypatch):
+    optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.1), ps.DynamicScale()
+    params = {"w": torch.linspace(-1, 1, 33), "b": torch.tensor(0.5)}
+    batch = torch.linspace(-2, 2, 33)
+    if bad is not None:
+        batch[0] = bad
+
+    def loss_fn(params, buffers, x):
+        return (params["w"] * x + params["b"]).pow(2).mean(), buffers
+
+    def step():
+        state = ps.init_train_state(params, {}, optimizer, rule)
+        return ps.train_step(state, [batch], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+
+    by_operator = step()
+    monkeypatch.setattr(private, "unscale_and_check_", False, raising=False)
+    assert same_bits(by_operator, step())
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])

@@ -10,7 +10,6 @@ from torch import Tensor
 from .._grads.measure import measure
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write
 from .._torch.dtypes import real_dtype, to_device, wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._torch.tracing import host_can_read, is_on_a_graph
@@ -26,7 +25,7 @@ from .._tree.matching import (
     matching_leaves,
 )
 from .._tree.poison import donates
-from .._tree.pytree import Leaves, Tree, TreeDef
+from .._tree.pytree import Tree, TreeDef
 from .._tree.scalars import as_flag, as_float, checked_whole, short_repr
 
 _HEAVIEST = 2.0**64  # beyond any count of tokens, and no sum of such weights overflows
@@ -152,16 +151,14 @@ def accumulate_grads(
     Source of the rule: West's running weighted mean (CACM 22(9), 1979) in its convex form; optax's
     MultiSteps, whose accumulator stays NaN for ever after one bad microbatch.
     """
-    leaves, structure = pytree.flatten(accum.grads)
-    new = as_gradients(_leaves_for(accum, grads, leaves, structure))
+    means, new, structure = _flatten_both(accum, grads)
     checked_weight = as_weight("weight is", weight, accum.weight)
     if found_inf is None:
         one = torch.ones((), dtype=torch.float32, device=accum.weight.device)
         bad = measure(new, one).overflow
     else:
         bad = as_flag(found_inf, like=accum.weight)
-    means = as_gradients(leaves)
-    in_place = donate and can_write(means.tensors, [*new.tensors, *accum[1:]])
+    in_place = donate and means.donated([*new.tensors, *accum[1:]]).owned
     added = add_microbatch(
         accum._replace(grads=means.tensors), new, checked_weight, bad, in_place=in_place
     )
@@ -174,10 +171,10 @@ def add_microbatch(
     """`accumulate_grads` for lists of dense, real tensors: merge a window of one microbatch, whose
     gradients may still be scaled. Where the host can read that it is good, in few operators.
     """
-    numbers, tensors = [accum.weight, weight, bad], [*accum.grads, *new.tensors]
+    numbers, tensors = [*accum[1:], weight, bad], [*accum.grads, *new.tensors]
     readable = host_can_read(numbers, tensors) and not is_on_a_graph([*numbers, *tensors])
     if readable and not bad and accum.bad_weight.dtype is weight.dtype:
-        number, before, total = weight.item(), accum.weight.item(), accum.weight + weight
+        number, before, num_good = weight.item(), accum.weight.item(), accum.num_good.item()
         if 0 < number <= _HEAVIEST and before >= 0:
             share = number / (before + number)
             grads = weighted_sum(
@@ -189,11 +186,12 @@ def add_microbatch(
                 scale=new.pending.divisor,
                 in_place=in_place,
             )
+            num_good = min(num_good + 1, torch.iinfo(accum.num_good.dtype).max)
             return AccumState(
                 grads,
-                total,
+                accum.weight + weight,
                 accum.found_inf.clone(),
-                _saturating_sum(accum.num_good, torch.ones_like(accum.num_good)),
+                accum.num_good.new_full((), num_good),
                 accum.num_bad.clone(),
                 accum.bad_weight.clone(),
             )
@@ -319,7 +317,7 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     why = "The halves of one window must belong to the same params."
     leaves, others, structure = matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
     means, new = as_gradients(leaves), as_gradients(others)
-    in_place = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
+    in_place = donate and means.donated([*new.tensors, *a[1:], *b[1:]]).owned
     lists = AccumState(means.tensors, *a[1:]), AccumState(new.tensors, *b[1:])
     merged = _merged(*lists, in_place=in_place)
     return AccumState(structure.unflatten(means.as_leaves(merged.grads)), *merged[1:])
@@ -433,25 +431,27 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
     return torch.full((), number, dtype=dtype, device=like.device)
 
 
-def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: TreeDef) -> Leaves:
-    """Return the leaves of `grads` in the order of `accum.grads`, with zeros for None, or raise an
-    error that names the leaf that cannot be averaged there.
+def _flatten_both(accum: AccumState, grads: Tree) -> tuple[Gradients, Gradients, TreeDef]:
+    """Return the means, the leaves of `grads` in their order, with zeros for None, and the
+    structure. Refuse, naming the leaf, one that cannot be averaged there.
     """
+    means, structure = pytree.flatten(accum.grads)
     leaves = leaves_like("grads", grads, "accum.grads", accum.grads, structure)
     if have_same_metadata(means, leaves) and are_real_floating({mean.dtype for mean in means}):
-        return leaves
+        return Gradients.of_dense(means), Gradients.of_dense(leaves), structure
     check_gradients(accum.grads, leaves, "grads")
     pairs = list(zip(leaves, means, strict=True))
     for index, (gradient, mean) in enumerate(pairs):
         reason = "" if gradient is None else _mismatch_reason(gradient, mean)
         if reason:
             raise ValueError(f"{pytree.path(accum.grads, 'grads', index)} {reason}")
-    return [
+    leaves = [
         torch.zeros_like(mean)
         if gradient is None and mean is not None
         else dtensor.redistribute_like(gradient, mean)
         for gradient, mean in pairs
     ]
+    return as_gradients(means), as_gradients(leaves), structure
 
 
 def _mismatch_reason(gradient: Tensor, mean: Tensor | None) -> str:

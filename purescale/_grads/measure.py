@@ -20,11 +20,11 @@ from .._distributed.process_group import (
     mesh_sizes,
     num_replicas,
 )
-from .._torch import dtensor
+from .._torch import dtensor, private
 from .._torch.dtypes import cast_saturating, widest_float
 from .._torch.list_stats import LocalStats, local_stats, norm_of_norms, norm_on_host
 from .._torch.tracing import host_can_read, is_on_a_graph
-from .._tree.gradients import Gradients
+from .._tree.gradients import NOTHING_PENDING, Gradients
 
 
 class StatsOptions(NamedTuple):
@@ -63,13 +63,24 @@ def measure(grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ON
     On an accelerator and in a trace nothing is read. On a CPU the 2-norm is read, and the exact way
     is taken if it tells too little.
     """
-    if options.all_readable or (
-        host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors)
-    ):
+    if _are_readable(grads, scale, options):
         stats = _stats_from_norm(grads, scale, options)
         if stats is not None:
             return stats
     return measure_exactly(grads, scale, options)
+
+
+def measure_and_unscale(
+    grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY
+) -> tuple[GradStats, Gradients]:
+    """Return `measure(grads, scale, options), grads`. The division by `scale`, which is pending, is
+    applied if it takes no pass of its own: to owned gradients of which only the overflow is asked.
+    """
+    if grads.owned and _are_readable(grads, scale, options):
+        result = _unscale_in_place(grads, scale, options)
+        if result is not None:
+            return result
+    return measure(grads, scale, options), grads
 
 
 def measure_exactly(
@@ -137,13 +148,43 @@ def is_usable(scale: Tensor) -> Tensor:
     return (scale > 0) & (scale < math.inf)
 
 
+def _are_readable(grads: Gradients, scale: Tensor, options: StatsOptions) -> bool:
+    """Return True if the host may read the gradients and the scale."""
+    return options.all_readable or (
+        host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors)
+    )
+
+
 def _divisor(grads: Gradients, scale: Tensor) -> Tensor:
     """Return the scale by which the gradients are still multiplied, or 1."""
     divisor = grads.pending.divisor
     return torch.ones_like(scale) if divisor is None else divisor
 
 
-# ---- the norm, the fastest read of a CPU --------------------------------------------------------
+# ---- the fastest reads of a CPU -----------------------------------------------------------------
+
+
+def _unscale_in_place(
+    grads: Gradients, scale: Tensor, options: StatsOptions
+) -> tuple[GradStats, Gradients] | None:
+    """Return the stats and the unscaled gradients by torch's operator of GradScaler, in one pass,
+    if it has the bits of a division and sees all overflows: it multiplies by the inverse, and looks
+    at the gradients before it.
+    """
+    only_overflow = options == StatsOptions(all_readable=options.all_readable)
+    dtypes = grads.tensor_list.dtypes
+    if not (only_overflow and grads.pending.divisor is not None and private.unscale_and_check_):
+        return None
+    if grads.are_sharded or torch.float16 in dtypes or not grads.tensor_list.num_elements:
+        return None
+    number = scale.item()
+    if not (1 <= number <= 2.0**126 and math.frexp(number)[0] == 0.5):  # a power of two
+        return None
+    flag, inverse = torch.zeros((), device="cpu"), torch.full((), 1 / number, device="cpu")
+    private.unscale_and_check_(grads.tensors, flag, inverse)
+    overflow = flag.bool()
+    stats = GradStats(overflow, None, None, known_finite=not overflow)
+    return stats, grads._replace(pending=NOTHING_PENDING)
 
 
 def _stats_from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradStats | None:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from .._distributed.process_group import Group
-from .._grads.measure import StatsOptions, measure
+from .._grads.measure import StatsOptions, measure_and_unscale
 from .._loss_scale.rules import HasScale, StaticScale
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
 from .._torch.tensor_list import TensorList
 from .._tree import pytree, scalars
-from .._tree.gradients import Gradients
+from .._tree.gradients import Gradients, Pending
 from .._tree.leaves import device_hint, unsupported_reason
 from .._tree.matching import flatten_gradients
 from .._tree.poison import donates
@@ -110,9 +110,9 @@ def unscale_and_check(
     gradients = Gradients.of(flat)
     if donate:
         gradients = gradients.donated(pytree.tensors(scaler))
-    unscaled = gradients.divided(scaler.scale)
-    found_inf = measure(unscaled, scaler.scale, StatsOptions(group=group)).overflow
-    return flat.structure.unflatten(unscaled.leaves), found_inf
+    gradients = gradients._replace(pending=Pending(divisor=scaler.scale))
+    stats, gradients = measure_and_unscale(gradients, scaler.scale, StatsOptions(group=group))
+    return flat.structure.unflatten(gradients.apply_pending().leaves), stats.overflow
 
 
 def check_scaler(

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import as_clip
-from .._grads.measure import StatsOptions, measure
+from .._grads.measure import StatsOptions, measure_and_unscale
 from .._loss_scale.rules import Rule, check_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.agree import prepare_on_all_ranks
@@ -207,7 +207,8 @@ def _run_stages(
         window = accumulate(options, at_scale, microbatches, weights, memory)
         window = reduce_window(window, flat_state)
         scale = flat_scaler.tree.scale
-        stats = measure(window.grads, scale, stats_options)
+        stats, grads = measure_and_unscale(window.grads, scale, stats_options)
+        window = window._replace(grads=grads)
         return MeasuredWindow(window, stats, window_flags(window, stats.overflow), flat_scaler)
 
     measured = run_with_retries(options, flat_state, run_window)

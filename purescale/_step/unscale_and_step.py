@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.clip import as_clip, refuse_complex
-from .._grads.measure import StatsOptions, measure
+from .._grads.measure import StatsOptions, measure_and_unscale
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
 from .._optim.optimizer import Optimizer, as_flat_optimizer
@@ -187,7 +187,7 @@ def unscale_and_step(
         norm_group=norm_group,
         all_readable=prepared_step.facts.all_readable,
     )
-    stats = measure(grads, scale, stats_options)
+    stats, grads = measure_and_unscale(grads, scale, stats_options)
     decision = decide(stats, clip, grads)
     stepped = flat_optimizer.run_step(
         prepared_step, decision.grads, decision.skip_or_none, in_place=may_write.params_and_state

@@ -157,7 +157,7 @@ class Descent(FlatOptimizer):
     def init(self, params):
         return {}
 
-    def apply_step(self, inputs, grads):
+    def compute_step(self, inputs, grads):
         pairs = zip(inputs.params, inputs.grads_of_params(grads), strict=True)
         return [p.clone() if g is None else p - 0.5 * g for p, g in pairs], {}
 
@@ -198,7 +198,7 @@ class ByNormOfAll(FlatOptimizer):
     def init(self, params):
         return ps.from_torch(torch.optim.SGD, lr=1.0).init(params)
 
-    def apply_step(self, inputs, grads):
+    def compute_step(self, inputs, grads):
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads.tensors]))
         pairs = zip(inputs.params, grads.tensors, strict=True)
         return [p - g / norm for p, g in pairs], inputs.opt_state

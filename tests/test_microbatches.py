@@ -791,16 +791,19 @@ def test_a_gradient_that_a_backward_writes_is_sent_once_or_refused():
     leaves = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     sent = {}
 
-    def send(loss, refuse_pieces=True):
+    def send(loss, refuse_repeats=True):
         backward.stream_gradients(
-            loss, leaves, lambda n, g: sent.setdefault(n, []).append(g), refuse_pieces=refuse_pieces
+            loss,
+            leaves,
+            lambda n, g: sent.setdefault(n, []).append(g),
+            refuse_repeats=refuse_repeats,
         )
         return {n: sum(grad.pop() for grad in grads).tolist() for n, grads in sent.items()}
 
     assert send(WritesElsewhere.apply(leaves[1], leaves[:1])) == {0: [1.0] * 3, 1: [1.0] * 3}
     sent.clear()
     late = WritesElsewhere.apply(leaves[1], leaves[:1])
-    assert send(late + (2 * leaves[0]).sum(), refuse_pieces=False) == {0: [3.0] * 3, 1: [1.0] * 3}
+    assert send(late + (2 * leaves[0]).sum(), refuse_repeats=False) == {0: [3.0] * 3, 1: [1.0] * 3}
     late = WritesElsewhere.apply(leaves[1], leaves[:1])
     with pytest.raises(RuntimeError, match="in two pieces"):
         send(late + (2 * leaves[0]).sum())

@@ -150,12 +150,12 @@ def clip_by_global_norm(
     one = torch.ones((), dtype=torch.float32, device=device)
     gradients = Gradients.of(flat)
     options = StatsOptions(norm_type, norm_group=group)
-    measured = norm_as_tensor(measure(gradients, one, options), device)
-    factor = clip_factor(measured, max_norm).to(gradients.factor_dtype)
+    norm = norm_as_tensor(measure(gradients, one, options), device)
+    factor = clip_factor(norm, max_norm).to(gradients.factor_dtype)
     if donate:
         gradients = gradients.donated([max_norm])
     clipped = flat.structure.unflatten(gradients.multiplied(factor).leaves)
-    return clipped, measured.to(factor.dtype)
+    return clipped, norm.to(factor.dtype)
 
 
 def check_grad_norm(norm: Tensor) -> None:

@@ -171,17 +171,19 @@ def _unscale_in_place(
     if it has the bits of a division and sees all overflows: it multiplies by the inverse, and looks
     at the gradients before it.
     """
-    only_overflow = options == StatsOptions(all_readable=options.all_readable)
-    dtypes = grads.tensor_list.dtypes
+    one_part = options.group is None and options.norm_group is None
+    only_overflow = options.norm_type is None and not options.amax and one_part
     if not (only_overflow and grads.pending.divisor is not None and private.unscale_and_check_):
         return None
-    if grads.are_sharded or torch.float16 in dtypes or not grads.tensor_list.num_elements:
+    dtypes, num_elements = grads.tensor_list.dtypes, grads.tensor_list.num_elements
+    if grads.are_sharded or torch.float16 in dtypes or not num_elements:
         return None
     number = scale.item()
-    if not (1 <= number <= 2.0**126 and math.frexp(number)[0] == 0.5):  # a power of two
+    is_power_of_two = math.frexp(number)[0] == 0.5
+    if not (1 <= number <= 2.0**126 and is_power_of_two and scale.dtype is torch.float32):
         return None
-    flag, inverse = torch.zeros((), device="cpu"), torch.full((), 1 / number, device="cpu")
-    private.unscale_and_check_(grads.tensors, flag, inverse)
+    flag = scale.new_zeros(())
+    private.unscale_and_check_(grads.tensors, flag, scale.reciprocal())
     overflow = flag.bool()
     stats = GradStats(overflow, None, None, known_finite=not overflow)
     return stats, grads._replace(pending=NOTHING_PENDING)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.tensor_list import metadata_matcher
-from .._torch.tracing import are_native, current_context
+from .._torch.tracing import can_use_native_kernels, current_context
 from .._tree import scalars
 from .._tree.hints import document_fields
 from .._tree.scalars import as_flag, increment
@@ -268,7 +268,7 @@ class DynamicScale:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
         Reads a value on a CPU only; raises only for the state of another rule.
         """
-        if current_context().may_read_cpu and may_update_on_host(scaler, found_inf):
+        if current_context().host_can_read_cpu and may_update_on_host(scaler, found_inf):
             return update_on_host(self, scaler, overflow=bool(found_inf))
         found_inf = checked_flag(found_inf, scaler, ScalerState)
         # The operator leaves a scale alone that would grow to inf, the formula clamps it.
@@ -358,7 +358,7 @@ def _takes_operator(scaler: ScalerState, found_inf: Tensor) -> bool:
     scale, count = scaler.scale, scaler.growth_tracker
     return (
         bool(private.update_scale)
-        and are_native(scale, count, found_inf)
+        and can_use_native_kernels(scale, count, found_inf)
         and scale.dtype is torch.float32
         and count.dtype is torch.int32
         and scale.ndim == count.ndim == 0

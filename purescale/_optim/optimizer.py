@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import with_skip_counted
-from .._optim.param_layout import ParamLayout
+from .._optim.param_structure import ParamStructure
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.tensor_list import ListMetadata, are_comparable
@@ -61,7 +61,7 @@ class Optimizer(Protocol):
 class StepFacts(NamedTuple):
     """The facts about all steps of an optimizer over arguments that are alike, for its cache."""
 
-    layout: ParamLayout
+    param_structure: ParamStructure
     plan: Any  # what `FlatOptimizer.plan` returned
     leaves_metadata: ListMetadata  # of `StepInputs.dense_leaves`
     # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
@@ -71,7 +71,9 @@ class StepFacts(NamedTuple):
 
 
 class PreparedStep(NamedTuple):
-    """A step, prepared: its arguments, flat, and what is known of them."""
+    """A step, prepared: its arguments but for the state of the optimizer, flat, and what is known
+    of all.
+    """
 
     params: FlatTree
     other_trees: list[FlatTree]  # the arguments after parameters and state, in their order
@@ -81,7 +83,7 @@ class PreparedStep(NamedTuple):
 
 class FlatOptimizer:
     """An optimizer over the lists of `StepInputs`. A subclass has `init`, `agreed_settings`,
-    `apply_step` (or `step_or_skip`, if it can skip a step itself), and perhaps `plan` and
+    `compute_step` (or `step_or_skip`, if it can skip a step itself), and perhaps `plan` and
     `step_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` prepares the
     step at its start, by `find_step` or `prepare_step`, and runs it at its end, by `run_step`.
     """
@@ -148,41 +150,43 @@ class FlatOptimizer:
 
     def find_step(self, context: CallContext, trees: tuple[Tree, ...]) -> PreparedStep | None:
         """Return a step over `trees`: parameters, the state of the optimizer, and others. None if
-        none over trees like these is kept.
+        none over trees like these is cached.
         """
         if not (self.caches_steps and context.reuses_plans):  # Dynamo cannot make the cache
             return None
-        if (kept := self.cache.find(context, trees)) is None:
+        if (cached := self.cache.find(context, trees)) is None:
             return None
-        flat_trees, step_facts = kept
+        flat_trees, step_facts = cached
         params, opt_state = flat_trees[:2]
         inputs = StepInputs.of_dense(
-            *(context, step_facts.layout, params, opt_state, step_facts.leaves_metadata),
+            *(context, step_facts.param_structure, params, opt_state, step_facts.leaves_metadata),
             plan=step_facts.plan,
             step_settings=self.step_settings(opt_state.tree),
         )
         return PreparedStep(params, flat_trees[2:], inputs, step_facts)
 
     def prepare_step(
-        self, trees: list[FlatTree], inputs: StepInputs, *, keep: bool = True
+        self, trees: list[FlatTree], inputs: StepInputs, *, reuse: bool = True
     ) -> PreparedStep:
-        """Return a step over checked trees, which `find_step` finds from now on if it is to `keep`
-        what is known of it. `plan` refuses what does not fit.
+        """Return a step over checked trees, which `find_step` finds from now on, unless `reuse` is
+        False. `plan` refuses what does not fit.
         """
         lists = [tree.tensor_list for tree in trees]
         # Complex parameters may be refused by a setting, such as `clip_value`: they are
         # checked in each step.
-        can_keep = inputs.context.reuses_plans and all([x.dense_without_history for x in lists])
-        can_keep = can_keep and are_real_floating(inputs.param_list.dtypes)
+        can_reuse = inputs.context.reuses_plans and all([x.dense_without_history for x in lists])
+        can_reuse = can_reuse and are_real_floating(inputs.param_list.dtypes)
         inputs = self.with_plan(inputs)
-        writable = can_keep and all(
+        writable = can_reuse and all(
             [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
         )
-        readable = can_keep and inputs.context.may_read_cpu and not self.differentiable
+        readable = can_reuse and inputs.context.host_can_read_cpu and not self.differentiable
         readable = readable and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
-        step_facts = StepFacts(inputs.layout, inputs.plan, ListMetadata(), writable, readable)
-        if can_keep and keep and self.caches_steps:
-            self.cache.keep(inputs.context, trees, step_facts)
+        step_facts = StepFacts(
+            inputs.param_structure, inputs.plan, ListMetadata(), writable, readable
+        )
+        if can_reuse and reuse and self.caches_steps:
+            self.cache.insert(inputs.context, trees, step_facts)
         return PreparedStep(trees[0], trees[2:], inputs, step_facts)
 
     def prepare_with_grads(
@@ -194,13 +198,14 @@ class FlatOptimizer:
         context = current_context()
         prepared_step = self.find_step(context, (params, opt_state, grads, *others))
         if prepared_step is not None:
-            return prepared_step, prepared_step.inputs.make_gradients(prepared_step.other_trees[0])
+            flat_grads = prepared_step.other_trees[0]
+            return prepared_step, prepared_step.inputs.make_gradients(flat_grads)
         trees, inputs = flatten_step(self, context, params, grads, opt_state)
         gradients = inputs.make_gradients(trees[2])
-        # A step is found by `grads` in their own order: it is kept if that is the parameters'.
+        # A step is found by `grads` in their own order: it is reused if that is the parameters'.
         same_order = context.reuses_plans and pytree.flatten(grads)[1] == trees[0].structure
         trees += map(FlatTree.of, others)
-        return self.prepare_step(trees, inputs, keep=same_order), gradients
+        return self.prepare_step(trees, inputs, reuse=same_order), gradients
 
     # ---- a step, run
 
@@ -218,7 +223,7 @@ class FlatOptimizer:
         inputs = prepared_step.inputs
         # What a skipped, differentiable step does not use has a derivative of 0, so it is made.
         if skip is not None and (
-            self.may_add_slots or (not self.differentiable and inputs.context.may_read([skip]))
+            self.may_add_slots or (not self.differentiable and inputs.context.host_can_read([skip]))
         ):
             if skip:
                 with self.grad_mode(inputs.context):
@@ -238,12 +243,12 @@ class FlatOptimizer:
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Equal to `select(skip, (old params, with_skip_counted(old state)),
-        self.apply_step(inputs, grads.apply_pending(wide=self.wide_grads)))`. `skip` is None where
+        self.compute_step(inputs, grads.apply_pending(wide=self.wide_grads)))`. `skip` is None where
         the host knows that the step is applied, and if `may_add_slots`. With `in_place`, the caller
         guarantees that nobody else holds the tensors of `inputs`: they may be overwritten.
         """
         with self.grad_mode(inputs.context):
-            new = self.apply_step(inputs, self.unscaled_or_zeroed(inputs, grads, skip))
+            new = self.compute_step(inputs, self.unscaled_or_zeroed(inputs, grads, skip))
             if self.may_add_slots:
                 return new
             old = inputs.params, with_skip_counted(inputs.opt_state, in_place=in_place)
@@ -256,7 +261,7 @@ class FlatOptimizer:
     def unscaled_or_zeroed(
         self, inputs: StepInputs, grads: Gradients, skip: Tensor | None
     ) -> Gradients:
-        """Return the gradients for `apply_step`: zeros in a skipped step that is differentiated,
+        """Return the gradients for `compute_step`: zeros in a skipped step that is differentiated,
         because `where` sends a derivative of 0 into what it does not choose, and 0 * inf is NaN.
         """
         if skip is not None and (
@@ -267,9 +272,9 @@ class FlatOptimizer:
             grads = grads.zeroed(skip)
         return grads.apply_pending(wide=self.wide_grads)
 
-    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
+    def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients, in fresh memory."""
-        raise NotImplementedError(f"{type(self).__name__} has no apply_step")
+        raise NotImplementedError(f"{type(self).__name__} has no compute_step")
 
 
 def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
@@ -308,12 +313,12 @@ class AdaptedOptimizer(FlatOptimizer):
         """Return the state of the optimizer."""
         return self.optimizer.init(params)
 
-    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
+    def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         old = inputs.trees
-        trees = old[0], inputs.layout.unflatten(inputs.grads_of_params(grads)), old[1]
+        trees = old[0], inputs.param_structure.unflatten(inputs.grads_of_params(grads)), old[1]
         stepped = self.optimizer.step(*trees)
         before, after = (old[0], stepped[0]) if self.may_add_slots else (old, stepped)
         matching_leaves(before, after, "old", "new")
         params, opt_state = copy_aliased(stepped, trees)
-        return inputs.layout.flatten_up_to(params), opt_state
+        return inputs.param_structure.flatten_up_to(params), opt_state

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer, check_optimizer
-from .._optim.param_layout import ParamLayout, named_params
+from .._optim.param_structure import ParamStructure, named_params
 from .._optim.step_inputs import StepInputs, flatten_opt_state, make_step_inputs
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import ListMetadata, TensorList
@@ -119,34 +119,36 @@ class PartitionOptimizer(FlatOptimizer):
         order = sorted(
             self.flat_optimizers, key=lambda key: not self.flat_optimizers[key].runs_user_code
         )
-        indices_of = self._members(inputs.layout.names, inputs.params)
+        indices_of = self._members(inputs.param_structure.names, inputs.params)
         state_of = _state_of_each(inputs)
         parts = {}
         for key in order:
-            layout = inputs.layout.picked(indices_of[key])
-            part = Part(layout, indices_of[key], ListMetadata(), *state_of.get(key, ()))
+            param_structure = inputs.param_structure.picked(indices_of[key])
+            part = Part(param_structure, indices_of[key], ListMetadata(), *state_of.get(key, ()))
             plan = self.flat_optimizers[key].plan(self.inputs_of(key, part, inputs))
             parts[key] = part._replace(plan=plan)
         return parts
 
     def inputs_of(self, key: str, part: Part, inputs: StepInputs) -> StepInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
-        layout, opt_state, dense = part.layout, inputs.opt_state[key], inputs.dense_leaves
+        param_structure, dense = part.param_structure, inputs.dense_leaves
+        opt_state = inputs.opt_state[key]
         params = inputs.param_list.picked(part.param_indices)
         if dense is not None and part.state_slice is not None:
             leaves = [*params.tensors, *dense.tensors[part.state_slice]]
             dense = TensorList(leaves, part.leaves_metadata, dense_without_history=True)
             return StepInputs(
-                inputs.context, layout, params, opt_state, dense, part.state_structure
+                inputs.context, param_structure, params, opt_state, dense, part.state_structure
             )
         if any_dtensor(params.tensors):
-            tree, flat_state = layout.unflatten(params.tensors), flatten_opt_state(opt_state)
+            tree = param_structure.unflatten(params.tensors)
+            flat_state = flatten_opt_state(opt_state)
             flat_params = FlatTree.of(tree)
             part_inputs = make_step_inputs(
                 self.flat_optimizers[key], inputs.context, flat_params, flat_state
             )
-            return part_inputs._replace(layout=layout)
-        return StepInputs(inputs.context, layout, params, opt_state)
+            return part_inputs._replace(param_structure=param_structure)
+        return StepInputs(inputs.context, param_structure, params, opt_state)
 
     def grads_of(
         self, part_inputs: StepInputs, part: Part, inputs: StepInputs, grads: Gradients
@@ -155,13 +157,15 @@ class PartitionOptimizer(FlatOptimizer):
         param_indices = part.param_indices
         if grads.all_plain_dense:  # no gradient is None, so these have the indices of parameters
             return grads.picked(param_indices)
-        indices = [inputs.layout.grad_indices[index] for index in param_indices]
+        indices = [inputs.param_structure.grad_indices[index] for index in param_indices]
         tensors = [grads.tensors[index] for index in indices if index is not None]
-        templates = [grads.templates[inputs.layout.leaf_indices[index]] for index in param_indices]
+        templates = [
+            grads.templates[inputs.param_structure.leaf_indices[index]] for index in param_indices
+        ]
         picked = grads._replace(tensor_list=TensorList(tensors), templates=templates)
         if not any_dtensor(templates):
             return picked
-        flat = FlatTree.of(part_inputs.layout.unflatten(picked.leaves))
+        flat = FlatTree.of(part_inputs.param_structure.unflatten(picked.leaves))
         return part_inputs.make_gradients(flat)._replace(pending=grads.pending)
 
     def step_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +209,7 @@ class PartitionOptimizer(FlatOptimizer):
             new, opt_state[key] = stepped[key]
             if part_inputs[key].global_trees is not None:
                 tree, opt_state[key] = part_inputs[key].as_trees(*stepped[key])
-                new = part_inputs[key].layout.flatten_up_to(tree)
+                new = part_inputs[key].param_structure.flatten_up_to(tree)
             for index, param in zip(inputs.plan[key].param_indices, new, strict=True):
                 params[index] = param
         return params, opt_state
@@ -235,7 +239,7 @@ class PartitionOptimizer(FlatOptimizer):
 class Part(NamedTuple):
     """A part of a step: its place in the lists of the whole one, and the plan of its optimizer."""
 
-    layout: ParamLayout
+    param_structure: ParamStructure
     param_indices: list[int]
     leaves_metadata: ListMetadata  # of its dense leaves
     state_slice: slice | None = None  # of the leaves of its state among all; None if not all dense
@@ -250,8 +254,8 @@ def _state_of_each(inputs: StepInputs) -> dict[str, tuple[slice, Any]]:
     if inputs.dense_leaves is None:
         return {}
     structures = inputs.state_structure.children()
-    counts = [structure.num_leaves for structure in structures]
-    ends = list(itertools.accumulate(counts, initial=len(inputs.params)))
+    num_leaves = [structure.num_leaves for structure in structures]
+    ends = list(itertools.accumulate(num_leaves, initial=len(inputs.params)))
     slices = map(slice, ends, ends[1:])
     return dict(zip(inputs.opt_state, zip(slices, structures, strict=True), strict=True))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, numbers_of, stored_settings, without_wrappers
-from .._optim.param_layout import ParamLayout
+from .._optim.param_structure import ParamStructure
 from .._torch import dtensor, foreach
 from .._torch.tensor_list import ListMetadata, TensorList
 from .._torch.tracing import CallContext, is_unresolved, refuse_graph_end
@@ -33,10 +33,12 @@ class OptimizerTraits(Protocol):
 
 
 class StepInputs(NamedTuple):
-    """The parameters and the state of one step of an optimizer, on this rank."""
+    """The inputs of one step of an optimizer besides its gradients, which may still be scaled:
+    parameters and state, on this rank.
+    """
 
     context: CallContext
-    layout: ParamLayout
+    param_structure: ParamStructure
     param_list: TensorList
     opt_state: Tree
     # parameters, then all leaves of the state; None unless all are `dense_without_history`
@@ -52,7 +54,7 @@ class StepInputs(NamedTuple):
     def of_dense(
         cls,
         context: CallContext,
-        layout: ParamLayout,
+        param_structure: ParamStructure,
         params: FlatTree,
         opt_state: FlatTree,
         metadata: ListMetadata | None = None,
@@ -65,7 +67,7 @@ class StepInputs(NamedTuple):
         leaves = [*params.leaves, *opt_state.leaves]
         return cls(
             context,
-            layout,
+            param_structure,
             params.tensor_list,
             opt_state.tree,
             dense_leaves=TensorList(leaves, metadata, dense_without_history=True),
@@ -84,7 +86,7 @@ class StepInputs(NamedTuple):
         """The parameters, or the DTensors of which they are the shards."""
         if self.global_trees is None:
             return self.params
-        return self.layout.flatten_up_to(self.global_trees[0])
+        return self.param_structure.flatten_up_to(self.global_trees[0])
 
     def with_params_and_state(self, params: list[Tensor], opt_state: Tree) -> StepInputs:
         """Return the inputs with other tensors in place of the parameters, and this state."""
@@ -110,7 +112,7 @@ class StepInputs(NamedTuple):
         if self.dense_leaves is not None:
             return Gradients(grads.tensor_list, grads.leaves, True)
         leaves = grads.leaves
-        params = self.layout.with_none(self.global_params)
+        params = self.param_structure.with_none(self.global_params)
         if dtensor.any_dtensor([*leaves, *params]):
             for index, (leaf, param) in enumerate(zip(leaves, params, strict=True)):
                 if leaf is not None and (reason := dtensor.placement_mismatch(leaf, param)):
@@ -124,7 +126,7 @@ class StepInputs(NamedTuple):
         leaves = grads.leaves
         if self.global_trees is not None:
             leaves = list(map(dtensor.local_shard, leaves))
-        return self.layout.pick_present(leaves)
+        return self.param_structure.pick_present(leaves)
 
     def grads_in_param_dtypes(self, grads: Gradients) -> list[Tensor | None]:
         """Return the gradients in the form and in the dtypes of the parameters."""
@@ -136,11 +138,11 @@ class StepInputs(NamedTuple):
     @property
     def trees(self) -> tuple[Tree, Tree]:
         """Parameters and state."""
-        return self.layout.unflatten(self.params), self.opt_state
+        return self.param_structure.unflatten(self.params), self.opt_state
 
     def as_trees(self, params: list[Tensor], opt_state: Tree) -> tuple[Tree, Tree]:
         """Return the results of a step as trees, with DTensors if the arguments had them."""
-        trees = self.layout.unflatten(params), opt_state
+        trees = self.param_structure.unflatten(params), opt_state
         if self.global_trees is None:
             return trees
         return pytree.map(dtensor.from_local_like, self.global_trees, trees)
@@ -180,9 +182,9 @@ def make_step_inputs(
     names, leaves = pytree.names(params.tree), params.leaves
     check_names(names)
     has_grad = [True] * len(leaves) if grads is None else [g is not None for g in grad_leaves]
-    layout = ParamLayout.of_leaves(params.structure, names, leaves, has_grad)
+    param_structure = ParamStructure.of_leaves(params.structure, names, leaves, has_grad)
     if dense_without_history:
-        return StepInputs.of_dense(context, layout, params, opt_state)
+        return StepInputs.of_dense(context, param_structure, params, opt_state)
     leaves = [  # torch's kernels ignore lazy negation
         leaf.resolve_conj().resolve_neg()
         if isinstance(leaf, Tensor) and is_unresolved(leaf)
@@ -196,8 +198,8 @@ def make_step_inputs(
         global_trees = params.structure.unflatten(leaves), state
         shard = functools.partial(dtensor.local_shard, on_graph=optimizer.differentiable)
         leaves, state = list(map(shard, leaves)), pytree.map(shard, state)
-    present = TensorList(layout.pick_present(leaves))
-    return StepInputs(context, layout, present, state, global_trees=global_trees)
+    present = TensorList(param_structure.pick_present(leaves))
+    return StepInputs(context, param_structure, present, state, global_trees=global_trees)
 
 
 def _check_shards(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
-from .._optim.param_layout import ParamLayout
+from .._optim.param_structure import ParamStructure
 from .._reports.printing import MAX_LINES, table
 from .._step.backward import independent_loss_error
 from .._step.forward_backward import ForwardBackward, LossFn
@@ -219,7 +219,7 @@ def probe_scales(
     one = NoScale().init(device)
     forward_backward = ForwardBackward(
         flat,
-        ParamLayout.of(flat),
+        ParamStructure.of(flat),
         FlatTree.of(buffers),
         FlatTree.of(one),
         loss_fn,
@@ -247,7 +247,7 @@ def probe_scales(
         del grads
     overflow, zeros, error = (torch.cat(parts, -1).flip(-1) for parts in zip(*columns, strict=True))
     chosen.reverse()
-    names = forward_backward.layout.names
+    names = forward_backward.param_structure.names
     return ScaleProbe(
         exponents=torch.tensor(chosen, device=device),
         overflow=overflow,

@@ -243,7 +243,7 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
     gradients = inputs.make_gradients(trees[2])
     flat_optimizer.plan(inputs)
     with torch.no_grad():
-        return inputs.layout.unflatten(_wanted(flat_optimizer, inputs, gradients))
+        return inputs.param_structure.unflatten(_wanted(flat_optimizer, inputs, gradients))
 
 
 def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
@@ -282,8 +282,10 @@ def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tenso
         return optimizer.step_or_skip(optimizer.with_plan(inputs), grads)[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees
-    grad_tree = inputs.layout.unflatten(inputs.grads_of_params(grads))
-    return inputs.layout.flatten_up_to(optimizer.optimizer.step(params, grad_tree, opt_state)[0])
+    grad_tree = inputs.param_structure.unflatten(inputs.grads_of_params(grads))
+    return inputs.param_structure.flatten_up_to(
+        optimizer.optimizer.step(params, grad_tree, opt_state)[0]
+    )
 
 
 def _wide(leaf: Any) -> Any:

@@ -20,33 +20,35 @@ OnGrad: TypeAlias = Callable[[int, list[Tensor]], None]
 _grad = operator.attrgetter("grad")
 
 
-def compute_gradients(loss: Tensor, inputs: Leaves) -> list[Tensor]:
-    """`torch.autograd.grad(loss, inputs, materialize_grads=True)` without checking each input, with
+def compute_gradients(loss: Tensor, param_leaves: Leaves) -> list[Tensor]:
+    """`torch.autograd.grad(loss, leaves, materialize_grads=True)` without checking each leaf, with
     what a custom backward adds to `.grad`, as those of reversible layers do. Refuse a loss that
     uses none of them.
     """
-    if set(map(_grad, inputs)) != {None}:
-        _clear_grads(inputs)
+    if set(map(_grad, param_leaves)) != {None}:
+        _clear_grads(param_leaves)
     # The graph is neither kept nor made for a second derivative.
-    arguments = (loss,), (torch.ones_like(loss),), False, False, tuple(inputs), True
+    arguments = (loss,), (torch.ones_like(loss),), False, False, tuple(param_leaves), True
     gradients: list[Any] = list(private.run_backward(*arguments, accumulate_grad=False))
-    if set(map(_grad, inputs)) != {None}:
-        for index, leaf in enumerate(inputs):
+    if set(map(_grad, param_leaves)) != {None}:
+        for index, leaf in enumerate(param_leaves):
             if (added := leaf.grad) is not None:
                 gradient = gradients[index]
                 gradients[index] = added if gradient is None else gradient + added
     if type(None) in set(map(type, gradients)):
-        return materialize_grads(gradients, inputs)
+        return materialize_grads(gradients, param_leaves)
     return gradients
 
 
-def materialize_grads(gradients: Sequence[Tensor | None], inputs: Leaves) -> list[Tensor]:
-    """Return 0 for a parameter that the loss does not use. Refuse a loss that uses none."""
+def materialize_grads(gradients: Sequence[Tensor | None], param_leaves: Leaves) -> list[Tensor]:
+    """Return the gradients, with zeros for a parameter that the loss does not use. Refuse a loss
+    that uses none.
+    """
     if all([gradient is None for gradient in gradients]):
         raise independent_loss_error()
     return [
         torch.zeros_like(leaf.detach()) if gradient is None else gradient
-        for gradient, leaf in zip(gradients, inputs, strict=True)
+        for gradient, leaf in zip(gradients, param_leaves, strict=True)
     ]
 
 
@@ -59,26 +61,28 @@ def independent_loss_error() -> ValueError:
     )
 
 
-def _clear_grads(inputs: Leaves) -> None:
+def _clear_grads(param_leaves: Leaves) -> None:
     """Forget what a backward inside of loss_fn has put into `.grad`."""
-    for leaf in inputs:
+    for leaf in param_leaves:
         leaf.grad = None
 
 
-def stream_gradients(loss: Tensor, inputs: Leaves, on_grad: OnGrad, *, refuse_pieces: bool) -> None:
+def stream_gradients(
+    loss: Tensor, param_leaves: Leaves, on_grad: OnGrad, *, refuse_repeats: bool
+) -> None:
     """Hand over each gradient as the backward makes it; zeros for an unused input. With
-    `refuse_pieces`, refuse a custom backward that gives one in two pieces, because the first has
+    `refuse_repeats`, refuse a custom backward that gives one in two pieces, because the first has
     been sent.
     """
     taken: set[int] = set()
-    number = len(inputs)  # hooks that held the inputs would keep them alive
+    num_params = len(param_leaves)  # hooks that held the leaves would keep them alive
 
     def take(index: int, leaf: Tensor) -> None:
         if leaf.grad is None:  # a compiled loss or a Function gave None; zeros follow
             return
-        if refuse_pieces and index in taken:
+        if refuse_repeats and index in taken:
             raise RuntimeError(
-                f"parameter {index} of {number} got its gradient in two pieces, and the first "
+                f"parameter {index} of {num_params} got its gradient in two pieces, and the first "
                 "was already sent to the other ranks. Likely cause: a custom backward that calls "
                 "`.backward()` itself. Fix: all_reduce_grads by hand after value_and_grad."
             )
@@ -90,20 +94,20 @@ def stream_gradients(loss: Tensor, inputs: Leaves, on_grad: OnGrad, *, refuse_pi
         if leaf.grad is not None:  # torch adds to it in place, and a custom backward may keep it
             leaf.grad = leaf.grad.detach().clone()
 
-    _clear_grads(inputs)
+    _clear_grads(param_leaves)
     hooks = []
-    for index, leaf in enumerate(inputs):
+    for index, leaf in enumerate(param_leaves):
         hooks.append(leaf.register_hook(functools.partial(before_sum, leaf)))
         hooks.append(leaf.register_post_accumulate_grad_hook(functools.partial(take, index)))
     try:
-        torch.autograd.backward(loss, inputs=inputs)
+        torch.autograd.backward(loss, inputs=param_leaves)
     finally:  # a loss may keep a parameter, and differentiate through it later
         for hook in hooks:
             hook.remove()
-    for index, leaf in enumerate(inputs):  # what a custom backward has put there itself
+    for index, leaf in enumerate(param_leaves):  # what a custom backward has put there itself
         take(index, leaf)
     if not taken:
         raise independent_loss_error()
-    for index in reversed(range(len(inputs))):
+    for index in reversed(range(len(param_leaves))):
         if index not in taken:
-            on_grad(index, [torch.zeros_like(inputs[index].detach())])
+            on_grad(index, [torch.zeros_like(param_leaves[index].detach())])

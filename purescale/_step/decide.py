@@ -64,45 +64,47 @@ def decide(
     clip: Clip,
     grads: Gradients,
     flags: WindowFlags | None = None,
-    rejects: Tensor | None = None,
+    guard_rejects: Tensor | None = None,
 ) -> Decision:
     """Decide whether to skip the step, and how to clip the gradients.
 
     A step is skipped if its gradients overflow, if `flags` say so (for its weights, a microbatch or
-    another rank), if a bound is 0, negative or NaN, or if a guard `rejects` it.
+    another rank), if a bound is 0, negative or NaN, or if `guard_rejects`.
     """
     overflow = skip = stats.overflow
     if flags is not None:
         overflow, skip = flags.overflow, flags.skip
-    only_overflow_skips = flags is None and rejects is None and len(clip.tensor_bounds) == 0
+    only_overflow_skips = flags is None and guard_rejects is None and len(clip.tensor_bounds) == 0
     known_applied = only_overflow_skips and stats.known_finite
     rejected: Any = ()
-    norm: Any = ()
-    amax: Any = () if stats.amax is None else stats.amax
+    grad_norm: Any = ()
+    grad_amax: Any = () if stats.amax is None else stats.amax
     factor: float | Tensor | None = None
     if known_applied:  # in the arithmetic of Python's floats
         if stats.norm is not None:
-            norm = torch.full((), stats.norm, dtype=grads.factor_dtype, device=skip.device)
+            grad_norm = torch.full((), stats.norm, dtype=grads.factor_dtype, device=skip.device)
             factor = clip_factor_of_number(stats.norm, clip.max_norm)
     else:
         for bound in clip.tensor_bounds:
             skip = skip | ~(to_device(bound, skip.device) > 0)
-        measured = None if stats.norm is None else norm_as_tensor(stats, skip.device)
-        if measured is not None:
-            norm = _reported(measured, skip, grads.factor_dtype)
+        norm = None if stats.norm is None else norm_as_tensor(stats, skip.device)
+        if norm is not None:
+            grad_norm = _reported(norm, skip, grads.factor_dtype)
         if stats.amax is not None:
-            amax = _reported(stats.amax, skip, torch.float32)
-        if rejects is not None:
-            rejected = rejects & ~skip
+            grad_amax = _reported(stats.amax, skip, torch.float32)
+        if guard_rejects is not None:
+            rejected = guard_rejects & ~skip
             skip = skip | rejected
-        if measured is not None and not is_unbounded(clip.max_norm):
+        if norm is not None and not is_unbounded(clip.max_norm):
             # In the derivative of a step that is skipped, 0 * NaN would be NaN.
-            finite = torch.where(skip, 1.0, measured)
+            finite = torch.where(skip, 1.0, norm)
             factor = clip_factor(finite, clip.max_norm)  # type: ignore[arg-type]
     if factor is not None or clip.clip_value is not None:
         pending = grads.pending._replace(clip_factor=factor, clip_value=clip.clip_value)
         grads = grads._replace(pending=pending)
-    return Decision(skip, overflow, rejected, norm, amax, grads, only_overflow_skips, known_applied)
+    return Decision(
+        skip, overflow, rejected, grad_norm, grad_amax, grads, only_overflow_skips, known_applied
+    )
 
 
 def _reported(measured: Tensor, skip: Tensor, dtype: torch.dtype) -> Tensor:

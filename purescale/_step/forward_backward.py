@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._loss_scale.scaling import wide_loss
-from .._optim.param_layout import ParamLayout
+from .._optim.param_structure import ParamStructure
 from .._step.backward import (
     OnGrad,
     compute_gradients,
@@ -71,7 +71,7 @@ class ForwardBackward:
     def __init__(
         self,
         flat_params: FlatTree,
-        layout: ParamLayout,
+        param_structure: ParamStructure,
         flat_buffers: FlatTree,
         flat_scaler: FlatTree,
         loss_fn: LossFn,
@@ -81,13 +81,13 @@ class ForwardBackward:
         differentiable: bool = False,
     ) -> None:
         self.scale, self.loss_fn, self.flat_buffers = flat_scaler.tree.scale, loss_fn, flat_buffers
-        self.flat_params, self.layout = flat_params, layout
-        self.present_params = layout.pick_present(flat_params.leaves)
+        self.flat_params, self.param_structure = flat_params, param_structure
+        self.present_params = param_structure.pick_present(flat_params.leaves)
         is_dense = flat_params.tensor_list.dense_without_history
         self.sharded = not is_dense and dtensor.any_dtensor(self.present_params)
         self.uses_torch_func = context.traced
-        self.keeps_graph = differentiable and not self.uses_torch_func
-        self.returns_detached = not (self.uses_torch_func or self.keeps_graph)
+        self.create_graph = differentiable and not self.uses_torch_func
+        self.returns_detached = not (self.uses_torch_func or self.create_graph)
         self.context = context
         if not context.reuses_plans and self.returns_detached:
             refuse_graph_end()
@@ -103,7 +103,7 @@ class ForwardBackward:
         *,
         take_ownership: bool = True,
         on_grad: OnGrad | None = None,
-        refuse_pieces: bool = True,
+        refuse_repeats: bool = True,
     ) -> MicrobatchResult:
         """Return the result of one microbatch. If `on_grad(index, gradient)` is given, it takes
         each gradient as the backward makes it, as in `stream_gradients`, and the result has none.
@@ -114,30 +114,30 @@ class ForwardBackward:
             return self._call_torch_func(buffers, microbatch)
         # torch.func.grad would give the same bits, but refuses checkpointing around `apply` and
         # custom Functions of the older form.
-        inputs, loss, outputs = self.run_forward(buffers, microbatch)
+        param_leaves, loss, outputs = self.run_forward(buffers, microbatch)
         grads: list[Tensor] = []
         if on_grad is not None:
-            stream_gradients(loss, inputs, on_grad, refuse_pieces=refuse_pieces)
-        elif self.keeps_graph:
-            graph = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
-            grads = materialize_grads(graph, inputs)
+            stream_gradients(loss, param_leaves, on_grad, refuse_repeats=refuse_repeats)
+        elif self.create_graph:
+            graph = torch.autograd.grad(loss, param_leaves, create_graph=True, allow_unused=True)
+            grads = materialize_grads(graph, param_leaves)
         else:
-            raw = compute_gradients(loss, inputs)
+            raw = compute_gradients(loss, param_leaves)
             grads = (
                 donation.take_ownership(raw) if take_ownership else list(map(Tensor.detach, raw))
             )
             if self.sharded:
-                pairs = zip(grads, inputs, strict=True)
+                pairs = zip(grads, param_leaves, strict=True)
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]
         result = self._result(grads, outputs)
-        del inputs, loss, outputs  # frees the graph
+        del param_leaves, loss, outputs  # frees the graph
         return result
 
     def _call_torch_func(self, buffers: Leaves, microbatch: Any) -> MicrobatchResult:
         static_outputs: list[Any] = []  # torch.func returns tensors only
 
-        def scaled(inputs: Leaves) -> tuple[Tensor, list[Tensor]]:
-            loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
+        def scaled(param_leaves: Leaves) -> tuple[Tensor, list[Tensor]]:
+            loss, outputs = self._scaled_loss(buffers, microbatch, param_leaves)
             if not loss.requires_grad:  # by this transform; the module's own graph does not count
                 raise independent_loss_error()
             leaves, structure = private.pytree.tree_flatten(outputs)
@@ -160,7 +160,7 @@ class ForwardBackward:
                 pointers = {*pointers, *donation.storage_pointers(detached)}
             aux = structure.unflatten(detach_and_unalias(leaves, pointers))
         if grads:
-            grads = self.layout.with_none(grads)
+            grads = self.param_structure.with_none(grads)
         return MicrobatchResult(grads, loss, buffers, aux)
 
     def run_forward(self, buffers: Leaves, microbatch: Any) -> tuple[Leaves, Tensor, LossOutputs]:
@@ -179,32 +179,32 @@ class ForwardBackward:
         # the cast of a leaf; on a graph aliases, so that a gradient ends there. Leaves pass
         # `isinstance(leaf, nn.Parameter)` unless make_fx records them: it does not see that a
         # subclass is made, and would take parameters for constants.
-        if self.keeps_graph:
-            inputs = list(map(_alias, self.present_params))
+        if self.create_graph:
+            param_leaves = list(map(_alias, self.present_params))
         else:
-            inputs = [
+            param_leaves = [
                 nn.Parameter(tensor)
                 if type(tensor) is Tensor and not self.context.in_make_fx
                 else tensor.detach().requires_grad_()
                 for tensor in self.present_params
             ]
-        read_only = [*inputs, *buffers]
+        read_only = [*param_leaves, *buffers]
         before = versions(read_only)
-        loss, outputs = self._scaled_loss(buffers, microbatch, inputs)
+        loss, outputs = self._scaled_loss(buffers, microbatch, param_leaves)
         if not loss.requires_grad:
             raise independent_loss_error()
         if versions(read_only) != before:
             self._refuse_write(_written(read_only, before))
-        return inputs, loss, outputs
+        return param_leaves, loss, outputs
 
     def _refuse_write(self, index: int) -> None:
         """Refuse a write into the parameter or, counted after these, the buffer of this number."""
         of_buffer = index - len(self.present_params)
         if of_buffer < 0:
             raise RuntimeError(
-                f"loss_fn wrote into the parameter {self.layout.names[index]}; a step must not "
-                "change its arguments. Fix: a new tensor, `w = w / w.norm()`, or the change "
-                "between two steps."
+                f"loss_fn wrote into the parameter {self.param_structure.names[index]}; a step "
+                "must not change its arguments. Fix: a new tensor, `w = w / w.norm()`, or the "
+                "change between two steps."
             )
         raise RuntimeError(
             f"loss_fn wrote into {pytree.path(self.flat_buffers.tree, 'buffers', of_buffer)}; a "
@@ -213,10 +213,10 @@ class ForwardBackward:
         )
 
     def _scaled_loss(
-        self, buffers: Leaves, microbatch: Any, inputs: Leaves
+        self, buffers: Leaves, microbatch: Any, param_leaves: Leaves
     ) -> tuple[Tensor, LossOutputs]:
         """Return the loss of a call of `loss_fn` times the scale, and its outputs."""
-        params = self.layout.unflatten(inputs)
+        params = self.param_structure.unflatten(param_leaves)
         buffer_tree = self.flat_buffers.structure.unflatten(buffers)
         try:
             returned = self.loss_fn(params, buffer_tree, microbatch)
@@ -241,9 +241,9 @@ class ForwardBackward:
                 _ONE_SHAPE,
                 flat=self.flat_buffers,
             )[1]
-        wide = wide_loss(loss, self.scale)
-        wide = wide.reshape(()) if wide.ndim else wide
-        return wide * self.scale, LossOutputs(wide, alike, aux)
+        loss = wide_loss(loss, self.scale)
+        loss = loss.reshape(()) if loss.ndim else loss
+        return loss * self.scale, LossOutputs(loss, alike, aux)
 
 
 _REQUIRES_GRAD = (

@@ -39,7 +39,7 @@ def decide_writes(
     options: TrainStepOptions, flat_state: FlatState, microbatches: list[Any]
 ) -> tuple[ArgumentMemory, MayWrite]:
     """Return the memory of the arguments, and what the step may overwrite. Without donation the
-    state of the optimizer is left out, because nothing writes into it.
+    state of the optimizer is not in that memory, because nothing writes into it.
     """
     inputs = flat_state.prepared_step.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)

@@ -69,8 +69,8 @@ def weigh_microbatches(
     if weight_fn is None:
         ones = None
         if options.group is not None or (num_microbatches > 1 and options.measures_microbatches):
-            wide = widest_float(scale.device)
-            ones = torch.ones(num_microbatches, dtype=wide, device=scale.device)
+            widest = widest_float(scale.device)
+            ones = torch.ones(num_microbatches, dtype=widest, device=scale.device)
         shares = [1 / num_microbatches] * num_microbatches
         return MicrobatchWeights(ones, shares, [True] * num_microbatches)
     returned = [weight_fn(microbatch) for microbatch in microbatches]
@@ -107,7 +107,7 @@ def accumulate_microbatches(
     )
     forward_backward = ForwardBackward(
         params,
-        flat_state.prepared_step.inputs.layout,
+        flat_state.prepared_step.inputs.param_structure,
         buffers,
         scaler,
         options.loss_fn,
@@ -115,7 +115,7 @@ def accumulate_microbatches(
         memory.pointers,
         differentiable=differentiable,
     )
-    if options.group is not None and (forward_backward.keeps_graph or under_derivative()):
+    if options.group is not None and (forward_backward.create_graph or under_derivative()):
         raise ValueError(
             "a derivative is taken through a step over a group: the gradients of other ranks "
             "arrive without a graph. Fix: group=None, with the microbatches of all ranks on one."
@@ -169,7 +169,7 @@ def _accumulate_several(
 ) -> WindowResult:
     """Return the mean over several microbatches, or over those of a group."""
     mean = WindowMean(options, weights, forward_backward)
-    reduction, adds_as_made = start_reduction(mean, buffers_to_reduce), mean.adds_as_made
+    reduction, streams_gradients = start_reduction(mean, buffers_to_reduce), mean.streams_gradients
     buffers, last = forward_backward.flat_buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
@@ -180,13 +180,13 @@ def _accumulate_several(
         if reduction is not None and index == last:
             send = functools.partial(send_gradient, mean, reduction)
             out = forward_backward(buffers, microbatch, on_grad=send)
-        elif adds_as_made and updates_buffers:
+        elif streams_gradients and updates_buffers:
             add = functools.partial(mean.add_gradient, index)
-            out = forward_backward(buffers, microbatch, on_grad=add, refuse_pieces=False)
+            out = forward_backward(buffers, microbatch, on_grad=add, refuse_repeats=False)
         else:
             # The first gradients of a sum become the sum; others are only read.
             first = mean.stays_scaled and mean.sums is None
-            if forward_backward.keeps_graph:
+            if forward_backward.create_graph:
                 # The graph of one microbatch at a time: each is made again in the backward.
                 out = checkpoint(forward_backward, buffers, microbatch, use_reentrant=False)
             else:
@@ -270,12 +270,12 @@ def _average_losses(
             own = Totals.of(totals_row)
             totals_row, means = all_reduce_totals(totals_row, means, options.group)
             drops = options.drops_microbatches
-            in_mean = operator.attrgetter("good_weight" if drops else "counted_weight")
+            in_mean = operator.attrgetter("good_weight" if drops else "valid_weight")
             rank_divisor = mean_divisor(in_mean(own), in_mean(Totals.of(totals_row)))
         loss_of_good, loss = means.unbind()
         if options.drops_microbatches:  # if all were dropped, the loss of all of them shows why
             loss = torch.where(Totals.of(totals_row).good_weight > 0, loss_of_good, loss)
-    elif len(losses) > 1 and context.may_read(losses):
+    elif len(losses) > 1 and context.host_can_read(losses):
         average = sum([loss.item() for loss in losses]) / len(losses)
         loss = torch.full((), average, dtype=dtype, device=device)
     elif len(losses) > 1:

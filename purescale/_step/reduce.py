@@ -123,7 +123,7 @@ def send_gradient(
     before = None if mean.sums is None else [mean.sums[tensor_index]]
     sums = mean.add_weighted(before, new.tensors, last)
     tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
-    index = mean.forward_backward.layout.leaf_indices[tensor_index]
+    index = mean.forward_backward.param_structure.leaf_indices[tensor_index]
     reduction.put(index, new.as_leaves(tensors)[0], is_last_use=True, nan=_sent_for_nan(mean))
 
 

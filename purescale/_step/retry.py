@@ -1,4 +1,4 @@
-"""A window, and again at a lower loss scale."""
+"""Retries: a window that overflows is run again, at a lower loss scale."""
 
 from __future__ import annotations
 

@@ -214,8 +214,10 @@ def _run_stages(
     measured = run_with_retries(options, flat_state, run_window)
     window, stats = measured.window, measured.stats
     scale = measured.flat_scaler.tree.scale.clone()  # `assemble_state` may write into it
-    guard_state, rejects = call_guard(options.guard, flat_state.train_state.guard, window, stats)
-    decision = decide(stats, options.clip, window.grads, measured.flags, rejects)
+    guard_state, guard_rejects = call_guard(
+        options.guard, flat_state.train_state.guard, window, stats
+    )
+    decision = decide(stats, options.clip, window.grads, measured.flags, guard_rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     control = advance_control(options, flat_state, measured, decision, guard_state)
     stepped = options.optimizer.run_step(

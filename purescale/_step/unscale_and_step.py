@@ -174,7 +174,8 @@ def unscale_and_step(
         refuse_complex(params, grads.templates, "grads")
     may_write = MayWrite()
     if donate:
-        of_scaler = [x for x in prepared_step.other_trees[-1].leaves if isinstance(x, Tensor)]
+        _, flat_scaler = prepared_step.other_trees
+        of_scaler = [leaf for leaf in flat_scaler.leaves if isinstance(leaf, Tensor)]
         read_only = [*of_scaler, *clip.tensor_bounds]
         may_write = decide_writes_by_hand(flat_optimizer, prepared_step, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import HasScale, NoScale
 from .._loss_scale.scaling import check_scale
-from .._optim.param_layout import ParamLayout
+from .._optim.param_structure import ParamStructure
 from .._step.forward_backward import ForwardBackward, LossFn, check_loss_fn, check_unwritten
 from .._torch import donation
 from .._torch.autocast import outside_autocast
@@ -100,14 +100,14 @@ def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
     context = current_context()
-    trees, layout = _flatten(params, buffers, scaler, context)
+    trees, param_structure = _flatten(params, buffers, scaler, context)
     flat_params, flat_buffers, flat_scaler = trees
     batch = pytree.all_tensors(microbatch)
     arguments = [*flat_params.leaves, *flat_buffers.leaves, *flat_scaler.leaves, *batch]
     memory = donation.ArgumentMemory.of(donation.pointers_of_each([arguments]), batch)
     before = versions(memory.batch_tensors)
     forward_backward = ForwardBackward(
-        flat_params, layout, flat_buffers, flat_scaler, loss_fn, context, memory.pointers
+        flat_params, param_structure, flat_buffers, flat_scaler, loss_fn, context, memory.pointers
     )
     out = forward_backward(flat_buffers.leaves, microbatch)
     check_unwritten(memory.batch_tensors, before)
@@ -115,16 +115,16 @@ def _value_and_grad(
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
 
-_cache = TreeCache(16)  # the layout of parameters that were checked
+_cache = TreeCache(16)  # the structure of parameters that were checked
 
 
 def _flatten(
     params: Tree, buffers: Tree, scaler: HasScale | None, context: CallContext
-) -> tuple[list[FlatTree], ParamLayout]:
-    """Check parameters, buffers and scaler, and return them flat, with the layout of the first."""
+) -> tuple[list[FlatTree], ParamStructure]:
+    """Check parameters, buffers and scaler. Return them flat, and the structure of the first."""
     trees = params, buffers, () if scaler is None else scaler
-    if known := _cache.find(context, trees):
-        return known
+    if cached := _cache.find(context, trees):
+        return cached
     flat_trees = list(map(FlatTree.of, trees))
     flat_params, flat_buffers, flat_scaler = flat_trees
     if all([leaf is None for leaf in flat_params.leaves]):
@@ -145,7 +145,7 @@ def _flatten(
             "stacked states call this under torch.vmap."
         )
     check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
-    layout = ParamLayout.of(flat_params)
+    param_structure = ParamStructure.of(flat_params)
     if scaler is not None:
-        _cache.keep(context, flat_trees, layout)
-    return [flat_params, flat_buffers, flat_scaler], layout
+        _cache.insert(context, flat_trees, param_structure)
+    return [flat_params, flat_buffers, flat_scaler], param_structure

@@ -50,7 +50,7 @@ class WindowMean:
         self.overflows: list[Tensor] = []  # of each microbatch that was measured
 
     @property
-    def adds_as_made(self) -> bool:
+    def streams_gradients(self) -> bool:
         """True if each gradient can be added as its backward makes it, and is large: all those of a
         microbatch beside the mean need as much memory again.
         """

@@ -48,18 +48,18 @@ class WindowResult(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over the microbatches of a window. Good ones count, by a weight that is valid and above
-    0, and did not overflow.
+    """Sums over the microbatches of a window. One counts if its weight is valid and above 0, and is
+    good if it counts and did not overflow.
     """
 
     good_weight: Any  # the weight of the good ones
-    counted_weight: Any  # of all that count
+    valid_weight: Any  # of all that count
     num_microbatches: Any
     num_good: Any
     num_invalid: Any  # with an invalid weight
     num_overflowed: Any
-    num_finite_overflowed: Any  # overflowed, with a finite loss
-    num_diverged: Any  # with a loss that is not finite
+    num_retryable: Any  # overflowed, with a finite loss
+    num_nonfinite_losses: Any  # with a loss that is not finite
 
     @classmethod
     def of(cls, totals_row: Tensor) -> Self:
@@ -104,8 +104,8 @@ class MeasuredWindow(NamedTuple):
 
 def normalized(weight: Tensor, has_weight: Tensor) -> Tensor:
     """Return the weights of those that count over their sum, zeros if none does."""
-    counted = torch.where(has_weight, weight, 0)
-    return counted / torch.where(has_weight.any(), counted.sum(), 1)
+    valid = torch.where(has_weight, weight, 0)
+    return valid / torch.where(has_weight.any(), valid.sum(), 1)
 
 
 def compute_totals(weight: Tensor, loss: Tensor, overflows: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def compute_totals(weight: Tensor, loss: Tensor, overflows: list[Tensor]) -> tup
 
 def all_reduce_totals(totals_row: Tensor, means: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Return the totals and mean losses of all ranks, from one reduction."""
-    weights = totals_row[:2]  # those of the mean losses: `good_weight` and `counted_weight`
+    weights = totals_row[:2]  # those of the mean losses: `good_weight` and `valid_weight`
     row = torch.cat([totals_row, torch.where(weights > 0, weights * means, 0)])
     totals_row, weighted = torch.split(all_reduce(row, "sum", group), [len(totals_row), len(means)])
     weights = totals_row[:2]
@@ -150,31 +150,31 @@ def window_fraction(
     if group is not None and total is not None:
         fraction = total.num_microbatches / (size * dist.get_world_size(group))
     elif size != num_microbatches:
-        wide = widest_float(device)
-        fraction = torch.full((), num_microbatches / size, dtype=wide, device=device)
+        widest = widest_float(device)
+        fraction = torch.full((), num_microbatches / size, dtype=widest, device=device)
     if options.drops_microbatches and total is not None:
-        kept = total.good_weight / torch.where(total.counted_weight > 0, total.counted_weight, 1)
+        kept = total.good_weight / torch.where(total.valid_weight > 0, total.valid_weight, 1)
         kept = torch.where(total.num_good > 0, kept, 1)
         fraction = kept if fraction is None else kept * fraction
     return fraction
 
 
 def window_flags(window: WindowResult, overflow: Tensor) -> WindowFlags | None:
-    """Return the flags of a window whose mean was measured; None if that is all. An `overflow` of
+    """Return the flags of a window whose mean was measured; None without totals. An `overflow` of
     the mean lowers the scale and skips the step. If the mean leaves out what overflows, it only
     skips.
     """
     totals_row = window.totals_row
     if totals_row is None:
         return None
-    any_totals = Totals.of(totals_row > 0)
+    nonzero = Totals.of(totals_row > 0)
     num_overflows = Totals.of(totals_row).num_overflowed.to(torch.int64)
     if window.drops_overflows:
-        skip, retryable = ~any_totals.num_good | overflow, any_totals.num_finite_overflowed
-        return WindowFlags(any_totals.num_overflowed, skip, retryable, num_overflows)
-    skip = any_totals.num_invalid | any_totals.num_overflowed | ~any_totals.num_good | overflow
-    overflow = overflow & any_totals.counted_weight
+        skip, retryable = ~nonzero.num_good | overflow, nonzero.num_retryable
+        return WindowFlags(nonzero.num_overflowed, skip, retryable, num_overflows)
+    skip = nonzero.num_invalid | nonzero.num_overflowed | ~nonzero.num_good | overflow
+    overflow = overflow & nonzero.valid_weight
     num_overflows = num_overflows + overflow
-    overflow = any_totals.num_overflowed | overflow
-    retryable = overflow & ~(any_totals.num_diverged | any_totals.num_invalid)
+    overflow = nonzero.num_overflowed | overflow
+    retryable = overflow & ~(nonzero.num_nonfinite_losses | nonzero.num_invalid)
     return WindowFlags(overflow, skip, retryable, num_overflows)

@@ -138,9 +138,9 @@ def flat_view(tensors: Sequence[Tensor]) -> Tensor:
     """Return the elements of tensors of one kind in one flat tensor, each in the order of its
     memory. Without a copy if they are already the `views` of one flat tensor.
     """
-    first, counts = tensors[0], list(map(Tensor.numel, tensors))
-    size, start = sum(counts), first.storage_offset()
-    offsets = list(itertools.accumulate(counts[:-1], initial=start))
+    first, numels = tensors[0], list(map(Tensor.numel, tensors))
+    size, start = sum(numels), first.storage_offset()
+    offsets = list(itertools.accumulate(numels[:-1], initial=start))
     if list(map(Tensor.storage_offset, tensors)) == offsets and are_gapless(tensors):
         storages = map(Tensor.untyped_storage, tensors)
         if len(set(map(torch.UntypedStorage.data_ptr, storages))) == 1:
@@ -301,13 +301,13 @@ def _bounded(tensors: list[Tensor], old: torch.dtype, new: torch.dtype) -> Seque
 # ---- tensors as one ------------------------------------------------------------------------------
 
 # The number of elements that are joined at a time: it bounds the memory for copies.
-MOST_JOINED = 2**22
+MAX_JOINED_NUMEL = 2**22
 # The number that the caches of a CPU hold, for many operators over the same elements.
-IN_CACHE = 2**18
+CACHE_NUMEL = 2**18
 
 
 def bounded_groups(
-    tensors: Sequence[Tensor], kinds: Sequence[Any], most: int = MOST_JOINED
+    tensors: Sequence[Tensor], kinds: Sequence[Any], max_numel: int = MAX_JOINED_NUMEL
 ) -> list[list[int]]:
     """Return the indices of tensors of one kind, in groups of at most so many elements. A larger
     tensor is a group of its own.
@@ -315,8 +315,8 @@ def bounded_groups(
     groups: list[list[int]] = []
     last: dict[Any, tuple[list[int], int]] = {}
     for index, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
-        group, size = last.get(kind, ([], most + 1))
-        if size + tensor.numel() > most:
+        group, size = last.get(kind, ([], max_numel + 1))
+        if size + tensor.numel() > max_numel:
             group, size = [], 0
             groups.append(group)
         group.append(index)

@@ -93,17 +93,17 @@ def _rows_in_own_dtype(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """
     small: list[Tensor] = []
     size = 0
-    counts = list(map(Tensor.numel, tensors))
-    if sum(counts) <= _CHUNK:
-        yield _in_rows(list(tensors), sum(counts))
+    numels = list(map(Tensor.numel, tensors))
+    if sum(numels) <= _CHUNK:
+        yield _in_rows(list(tensors), sum(numels))
         return
-    for tensor, count in zip(tensors, counts, strict=True):
-        rest = count % _ROW if count > _SMALL else count
-        if rest < count:
+    for tensor, numel in zip(tensors, numels, strict=True):
+        rest = numel % _ROW if numel > _SMALL else numel
+        if rest < numel:
             flat = tensor.reshape(-1)
             yield (flat[:-rest] if rest else flat).view(-1, _ROW)
         if rest:
-            small.append(flat[-rest:] if rest < count else tensor)
+            small.append(flat[-rest:] if rest < numel else tensor)
             size += rest
         if size > _CHUNK:
             yield _in_rows(small, size)
@@ -139,10 +139,10 @@ def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | N
     amax, norms = dict(zip(dtypes, stats, strict=False)), stats[len(dtypes) :]
     if norm_type is None:
         return LocalStats(amax, None)
-    wide = widest_float(divisor.device)
+    widest = widest_float(divisor.device)
     if norm_type == math.inf:
-        norms = [(value / divisor).to(wide) for value in amax.values()]
-    norms = norms or [torch.zeros((), dtype=wide, device=divisor.device)]
+        norms = [(value / divisor).to(widest) for value in amax.values()]
+    norms = norms or [torch.zeros((), dtype=widest, device=divisor.device)]
     return LocalStats(amax, norm_of_norms(norms, norm_type))
 
 
@@ -203,16 +203,16 @@ _JOINED = 2**18  # elements
 
 def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor) -> Tensor:
     """Return the p-norm of `tensors / divisor`, of one dtype, whose largest magnitude is `amax`."""
-    wide = widest_float(tensors[0].device)
-    if tensors[0].dtype.itemsize <= 4 and wide is torch.float64 and p <= _SAFE_POWER:
+    widest = widest_float(tensors[0].device)
+    if tensors[0].dtype.itemsize <= 4 and widest is torch.float64 and p <= _SAFE_POWER:
         norm: Tensor = torch.linalg.vector_norm(
-            torch.stack(listops.norm(tensors, p, dtype=wide)), p
+            torch.stack(listops.norm(tensors, p, dtype=widest)), p
         )
         return norm / divisor
     # In units of the largest magnitude: what underflows then adds nothing to the norm.
     unit = _unit(amax)
     tensors = cast(tensors, unit.dtype)  # a quotient in half precision would be rounded
-    norms = listops.norm(listops.div(tensors, unit), p, dtype=wide)
+    norms = listops.norm(listops.div(tensors, unit), p, dtype=widest)
     in_units: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
     return in_units * (unit / divisor)
 
@@ -224,12 +224,12 @@ def _vector_norm(values: Tensor, p: float, divisor: Tensor) -> Tensor:
     """Return the p-norm of `values / divisor` in the widest dtype of the device, even if powers
     overflow there.
     """
-    wide = widest_float(values.device)
-    if values.dtype.itemsize <= 4 and wide is torch.float64 and p <= _SAFE_POWER:
-        return torch.linalg.vector_norm(values, p, dtype=wide) / divisor
+    widest = widest_float(values.device)
+    if values.dtype.itemsize <= 4 and widest is torch.float64 and p <= _SAFE_POWER:
+        return torch.linalg.vector_norm(values, p, dtype=widest) / divisor
     values = _at_least_float32(values)
     unit = _unit(values.detach().abs().amax())  # the norm does not depend on it
-    norm: Tensor = torch.linalg.vector_norm(values / unit, p, dtype=wide)
+    norm: Tensor = torch.linalg.vector_norm(values / unit, p, dtype=widest)
     return norm * (unit / divisor)
 
 

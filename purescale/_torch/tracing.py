@@ -11,7 +11,7 @@ whole_graph           a graph of torch.autograd must not end;  refuse_graph_end:
 current_context       some of these at the start of a step, which carries the answers
 captured              inside of a function of `capture`, whose operators may be replayed
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
-are_native            an operator with kernels for a CPU and CUDA alone may take them
+can_use_native_kernels            an operator with kernels for a CPU and CUDA alone may take them
 """
 
 from __future__ import annotations
@@ -109,21 +109,22 @@ def may_be_opaque(*lists: Sequence[Tensor]) -> bool:
 
 class CallContext(NamedTuple):
     """The place in which a step runs, asked at its start and carried by it: another thread may
-    change the answer of `traced`, because torch keeps some of it for the whole process.
+    change the answer of `traced`, because torch keeps some of it for the whole process. Functions
+    that have no context ask again, such as those of `foreach`.
     """
 
     traced: bool = False  # as `traced`; all others are False then
     # A plan may be found again. Else each call plans anew.
     reuses_plans: bool = False
     in_make_fx: bool = False  # as `recorded_by_make_fx`
-    may_read_cpu: bool = False  # the host may read plain tensors of a CPU
+    host_can_read_cpu: bool = False  # the host may read plain tensors of a CPU
     captured: bool = False  # as `captured`
 
-    def may_read(self, tensors: Sequence[Tensor]) -> bool:
+    def host_can_read(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if the host may read these tensors: plain ones of a CPU, on no graph. A fake
         tensor has no value.
         """
-        return self.may_read_cpu and all(
+        return self.host_can_read_cpu and all(
             [type(t) is Tensor and t.is_cpu and not t.requires_grad for t in tensors]
         )
 
@@ -138,7 +139,7 @@ def current_context() -> CallContext:
     return CallContext(
         reuses_plans=not (torch.is_inference_mode_enabled() or _in_whole_graph.get()),
         in_make_fx=in_make_fx,
-        may_read_cpu=not (in_make_fx or _as_an_accelerator),
+        host_can_read_cpu=not (in_make_fx or _as_an_accelerator),
         captured=_captured.get(),
     )
 
@@ -197,7 +198,7 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
 
 
-def are_native(*tensors: Tensor) -> bool:
+def can_use_native_kernels(*tensors: Tensor) -> bool:
     """Return True if an operator that has kernels for a CPU and CUDA alone may take these tensors:
     in eager mode, on one such device, off every graph, without subclasses. A CUDA kernel may take
     addresses without asking whose they are.

@@ -14,9 +14,9 @@ slots            the slots of a class, as lists, and what they must be
 user_class       a step by the `step` of a user's class, on copies
 torch_state_dict state dicts of torch, written and read
 
-A kernel makes a step if it is right for the settings (`kernel_for`), the tensors (`takes_tensors`,
-in the plan) and the values (`takes_step`); one that cannot divide (`_can_divide`) gets unscaled
-gradients.
+A kernel makes a step if it is right for the settings (`kernel_for`), the tensors
+(`supports_tensors`, in the plan) and the values (`supports_step`); one that cannot take scaled
+gradients (`_supports_grads`) gets unscaled ones.
 
 Entry: `from_torch.from_torch`, `from_formula.from_formula`.
 A step: `group_optimizer.KernelOrFormulaOptimizer`: `plan`, once for arguments that are alike, then

@@ -54,20 +54,22 @@ class FormulaStep:
         """Return parameters and state after the step with unscaled gradients, in fresh memory. Each
         leaf is stepped alone and keeps its graph if the step may be differentiated.
         """
-        layout, params = inputs.layout, inputs.params
+        param_structure, params = inputs.param_structure, inputs.params
         opt_state = with_step_counted(inputs.opt_state)
-        slot_lists, applied = slot_lists_of(opt_state, layout), opt_state.applied
+        slot_lists, applied = slot_lists_of(opt_state, param_structure), opt_state.applied
         t = applied.to(widest_float(applied.device))
-        step_settings = inputs.step_settings.map(lambda table: _as_arguments(table, applied.device))
+        step_settings = inputs.step_settings.map(
+            lambda settings: _as_arguments(settings, applied.device)
+        )
         per_leaf = self._config.differentiable or inputs.context.traced
         grad_leaves = inputs.grads_in_param_dtypes(grads)
         operands = params, grad_leaves, slot_lists, t, step_settings, per_leaf
         if torch.compiler.is_dynamo_compiling():
-            new = iter(self._opaque(list(layout.names), *operands))
+            new = iter(self._opaque(list(param_structure.names), *operands))
         else:
             new = iter(self._step_as_list(inputs.plan.groups, *operands))
         params = list(itertools.islice(new, len(params)))
-        return params, with_slot_lists(opt_state, slot_lists_like(slot_lists, new), layout)
+        return params, with_slot_lists(opt_state, slot_lists_like(slot_lists, new), param_structure)
 
     def _step_as_list(
         self,
@@ -116,8 +118,8 @@ class FormulaStep:
         params = [row.param for row in rows]
         kinds = [(row.param.device, row.param.dtype, tuple(row.slots)) for row in rows]
         on_accelerator = any(map(foreach.is_on_accelerator, params))
-        most = foreach.MOST_JOINED if on_accelerator else foreach.IN_CACHE
-        for indices in foreach.bounded_groups(params, kinds, most):
+        max_numel = foreach.MAX_JOINED_NUMEL if on_accelerator else foreach.CACHE_NUMEL
+        for indices in foreach.bounded_groups(params, kinds, max_numel):
             some = [rows[index] for index in indices]
             if len(some) > 1:
                 new = self._step_joined(some, settings, t)
@@ -204,7 +206,7 @@ def _narrow(new: Tensor, old: Tensor) -> Tensor:
     return new if old.ndim else new.reshape(())
 
 
-def _as_arguments(table: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def _as_arguments(settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return settings as arguments of a compiled step, which would take a Python number for a
     constant, and wide enough for a formula, as `_wide_scalar`.
     """
@@ -216,7 +218,7 @@ def _as_arguments(table: Mapping[str, Any], device: torch.device) -> dict[str, A
         compiled = torch.compiler.is_compiling()
         return torch.full((), value, dtype=widest, device=device) if compiled else value
 
-    return map_numbers(argument, table)
+    return map_numbers(argument, settings)
 
 
 def _wide_scalar(number: Tensor) -> Tensor:

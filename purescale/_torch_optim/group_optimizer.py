@@ -12,13 +12,13 @@ from torch import Tensor
 
 from .._optim.opt_state import OptState
 from .._optim.optimizer import FlatOptimizer
-from .._optim.param_layout import ParamLayout, named_params
+from .._optim.param_structure import ParamStructure, named_params
 from .._optim.step_inputs import StepInputs
 from .._torch_optim.formula_step import FormulaStep
 from .._torch_optim.formulas import LeafSlots
 from .._torch_optim.in_state import with_stored
 from .._torch_optim.kernel_in_trace import KernelStepInDynamo, KernelStepInJit
-from .._torch_optim.kernel_step import KernelStep, ParamGroupPlan
+from .._torch_optim.kernel_step import KernelOrFormulaPlan, KernelStep
 from .._torch_optim.kernels import FusedKernel, kernel_for
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._torch_optim.slots import NO_SLOTS, STEP, SlotSpec, has_counts, slot_lists_of
@@ -93,7 +93,7 @@ class ParamGroupOptimizer(FlatOptimizer):
                 "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
             )
         self.config.check(opt_state)
-        names = tuple(inputs.layout.names)
+        names = tuple(inputs.param_structure.names)
         if inputs.piece_positions is None:  # a piece need not have a parameter of each override
             self.config.check_override_patterns(names)
         return self.config.build_param_groups(names)
@@ -211,17 +211,19 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         counts = trees.pop(STEP, ())
         return opt_state._replace(slots=trees, counts=counts)
 
-    def plan(self, inputs: StepInputs) -> ParamGroupPlan:
+    def plan(self, inputs: StepInputs) -> KernelOrFormulaPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters, as
         torch's kernels do not check what they read.
         """
         groups = self._checked_groups(inputs)
-        params = dict(zip(inputs.layout.names, inputs.params, strict=True))
-        self.slot_spec.check(slot_lists_of(inputs.opt_state, inputs.layout), params)
+        params = dict(zip(inputs.param_structure.names, inputs.params, strict=True))
+        self.slot_spec.check(slot_lists_of(inputs.opt_state, inputs.param_structure), params)
         if self.config.needs_counts and not has_counts(inputs.opt_state):
-            _check_counts(self.config, inputs.layout)
-        if self.kernel is None or not self.kernel.takes_tensors(inputs.param_list, inputs.context):
-            return ParamGroupPlan(groups)
+            _check_counts(self.config, inputs.param_structure)
+        if self.kernel is None or not self.kernel.supports_tensors(
+            inputs.param_list, inputs.context
+        ):
+            return KernelOrFormulaPlan(groups)
         if not inputs.context.traced:
             return self._kernel_step.plan(inputs, groups)
         in_dynamo = torch.compiler.is_dynamo_compiling()
@@ -238,16 +240,16 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after a step, by a kernel if one can make or skip it."""
         kernel_step = inputs.plan.kernel_step
-        if kernel_step is not None and kernel_step.takes_step(inputs, grads, skip):
+        if kernel_step is not None and kernel_step.supports_step(inputs, grads, skip):
             return kernel_step(inputs, grads, skip, in_place=in_place)
         return super().step_or_skip(inputs, grads, skip, in_place=in_place)
 
-    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
+    def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step by the formula, in fresh memory."""
         return self._formula_step(inputs, grads)
 
 
-def _check_counts(config: OptimizerConfig, params: ParamLayout) -> None:
+def _check_counts(config: OptimizerConfig, params: ParamStructure) -> None:
     """Refuse a gradient that is None where one count stands for the steps of all parameters."""
     pairs = zip(params.names, params.grad_indices, strict=True)
     if missing := [name for name, index in pairs if index is None]:

@@ -18,8 +18,8 @@ from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read, may_be_opaque
 from .._torch_optim.in_state import copied_number, map_numbers
 from .._torch_optim.kernel_step import (
+    KernelOrFormulaPlan,
     KernelStep,
-    ParamGroupPlan,
     add_to_counts,
     slots_follow_params,
     writable_leaves,
@@ -48,26 +48,28 @@ class _KernelStepInTrace(KernelStep):
 
     kernel: FusedKernel
 
-    def takes_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+    def supports_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the kernel takes the values of this step, and one opaque operator may
         stand for it.
         """
-        if not super().takes_step(inputs, grads, skip):
+        if not super().supports_step(inputs, grads, skip):
             return False
-        numbers = [value for table in inputs.step_settings.tables() for value in table.values()]
+        numbers = [
+            value for settings in inputs.step_settings.dicts() for value in settings.values()
+        ]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
-        slots = values_of(slot_lists_of(inputs.opt_state, inputs.layout))
+        slots = values_of(slot_lists_of(inputs.opt_state, inputs.param_structure))
         return may_be_opaque(inputs.params, grads.tensors, slots, scalars)
 
 
 class KernelStepInJit(_KernelStepInTrace):
     """The step in a graph of operators, as `jit` records it: each launch is one operator."""
 
-    def takes_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+    def supports_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the operator takes the values of this step. It returns slots as they are
         laid out, and the kernel walks them as the parameter.
         """
-        if not super().takes_step(inputs, grads, skip):
+        if not super().supports_step(inputs, grads, skip):
             return False
         leaves, _ = inputs.leaves_and_state_structure()
         pairs = inputs.plan.pairs_to_lay_out
@@ -109,9 +111,9 @@ class KernelStepInDynamo(_KernelStepInTrace):
             self._make_step, lambda: torch.compiler.allow_in_graph
         )
 
-    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> ParamGroupPlan:
+    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> KernelOrFormulaPlan:
         """Return the plan of a step, without launches."""
-        return ParamGroupPlan(groups, self)
+        return KernelOrFormulaPlan(groups, self)
 
     def __call__(
         self,
@@ -123,17 +125,17 @@ class KernelStepInDynamo(_KernelStepInTrace):
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, unless it is skipped."""
         inputs = inputs.with_state(with_step_counted(inputs.opt_state, skip))
-        step_settings, layout = inputs.step_settings, inputs.layout
+        step_settings, param_structure = inputs.step_settings, inputs.param_structure
         params, slot_lists = _writable_slot_lists(inputs, in_place=in_place)
-        state = with_slot_lists(inputs.opt_state, slot_lists, layout)
+        state = with_slot_lists(inputs.opt_state, slot_lists, param_structure)
         if not self._config.settings_are_constant:
-            step_settings = step_settings.map(lambda table: map_numbers(copied_number, table))
-        grad_indices = list(layout.grad_indices)
+            step_settings = step_settings.map(lambda settings: map_numbers(copied_number, settings))
+        grad_indices = list(param_structure.grad_indices)
         if STEP in slot_lists:
-            with_grad = [n for n, index in enumerate(grad_indices) if index is not None]
-            add_to_counts(slot_lists[STEP], with_grad, skip, in_place=True)
+            indices_with_grad = [n for n, index in enumerate(grad_indices) if index is not None]
+            add_to_counts(slot_lists[STEP], indices_with_grad, skip, in_place=True)
         tensors, scalars = (params, grads.tensors, slot_lists), (state.applied, skip, grads.pending)
-        self._opaque(list(layout.names), grad_indices, tensors, scalars, step_settings)
+        self._opaque(list(param_structure.names), grad_indices, tensors, scalars, step_settings)
         return params, state
 
     def _make_step(
@@ -156,7 +158,7 @@ class KernelStepInDynamo(_KernelStepInTrace):
 
 def _writable_slot_lists(inputs: StepInputs, *, in_place: bool) -> tuple[list[Tensor], SlotLists]:
     """Return parameters and slot lists that a kernel may write into, as `writable_leaves`."""
-    old, slot_lists = inputs.params, slot_lists_of(inputs.opt_state, inputs.layout)
+    old, slot_lists = inputs.params, slot_lists_of(inputs.opt_state, inputs.param_structure)
     leaves = [*old, *values_of(slot_lists)]
     numbered = slot_lists_like(slot_lists, range(len(old), len(leaves)))
     places = [pair for slot_list in numbered.values() for pair in enumerate(slot_list)]
@@ -182,7 +184,7 @@ def _update_targets(
     `skip`; what the gradients wait for. `float_args`: the rate if it is a number, else 0; the other
     settings.
     """
-    count, kernel, (lr, skip, *pending) = len(grads), FUSED_KERNELS[name], tensor_args
+    num_params, kernel, (lr, skip, *pending) = len(grads), FUSED_KERNELS[name], tensor_args
     if skip is not None and host_can_read([skip]):
         if skip:
             return
@@ -193,7 +195,9 @@ def _update_targets(
         for key, number in zip(kernel.setting_names, others, strict=True)
     }
     settings["lr"] = lr_number if lr is None else lr
-    columns = iter([list(targets[at : at + count]) for at in range(0, len(targets), count)])
+    columns = iter(
+        [list(targets[at : at + num_params]) for at in range(0, len(targets), num_params)]
+    )
     params = next(columns)
     slots = [
         next(columns) if not setting or settings[setting] else []

@@ -39,7 +39,7 @@ class LaunchPlan(NamedTuple):
     function: Callable[..., None]  # with the settings of the group, if these are constant
 
 
-class ParamGroupPlan(NamedTuple):
+class KernelOrFormulaPlan(NamedTuple):
     """The plan of a `KernelOrFormulaOptimizer`: its parameter groups, the launches of torch's
     kernel, and what is known of the tensors that they take.
     """
@@ -71,11 +71,14 @@ class KernelStep:
     def __init__(self, config: OptimizerConfig, kernel: Kernel) -> None:
         self._config, self.kernel = config, kernel
 
-    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> ParamGroupPlan:
+    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> KernelOrFormulaPlan:
         """Return the plan of a step."""
         leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
-        slot_lists, grad_indices = slot_lists_of(state, inputs.layout), inputs.layout.grad_indices
+        slot_lists, grad_indices = (
+            slot_lists_of(state, inputs.param_structure),
+            inputs.param_structure.grad_indices,
+        )
         launches = self.plan_launches(inputs.param_list, grad_indices, slot_lists, groups)
         pairs = [
             pair
@@ -88,7 +91,7 @@ class KernelStep:
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         fits = is_dense and in_order
-        return ParamGroupPlan(groups, self, launches, [] if fits else pairs, fits)
+        return KernelOrFormulaPlan(groups, self, launches, [] if fits else pairs, fits)
 
     def plan_launches(
         self,
@@ -106,7 +109,9 @@ class KernelStep:
             for same_kind in params.indices_by_kind:
                 grad_index_of = {n: grad_indices[n] for n in same_kind if n in members}
                 indices = [n for n, index in grad_index_of.items() if index is not None]
-                with_grad = [index for index in grad_index_of.values() if index is not None]
+                present_grad_indices = [
+                    index for index in grad_index_of.values() if index is not None
+                ]
                 if not indices:
                     continue
                 param_and_slot_indices = [indices]
@@ -118,15 +123,17 @@ class KernelStep:
                 counts = [slot_lists[STEP][n] for n in indices] if STEP in slot_lists else []
                 pick, function = _picker(param_and_slot_indices), self.kernel.bind(settings)
                 launches.append(
-                    LaunchPlan(group, param_and_slot_indices, counts, with_grad, pick, function)
+                    LaunchPlan(
+                        group, param_and_slot_indices, counts, present_grad_indices, pick, function
+                    )
                 )
         return launches
 
-    def takes_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+    def supports_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the kernel takes the values of this step. The host must be able to read
         its settings, and a rate on an accelerator must be float32.
         """
-        if skip is not None and not self.kernel.takes_skip:
+        if skip is not None and not self.kernel.supports_skip:
             return False
         if self._config.settings_are_constant:
             return True
@@ -134,7 +141,7 @@ class KernelStep:
         if numbers and not host_can_read(numbers):
             return False
         # On an accelerator it reads a rate as float32.
-        rates = [table.get("lr") for table in inputs.step_settings.tables()]
+        rates = [settings.get("lr") for settings in inputs.step_settings.dicts()]
         tensors = [rate for rate in rates if isinstance(rate, Tensor)]
         return all([rate.dtype is torch.float32 or rate.is_cpu for rate in tensors])
 

@@ -26,7 +26,7 @@ from .._torch_optim import formulas
 from .._torch_optim.formulas import Settings
 from .._torch_optim.in_state import copied_number, read_numbers
 from .._torch_optim.settings import OptimizerConfig
-from .._tree.gradients import Gradients
+from .._tree.gradients import Gradients, Pending
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
 DEVICES_THAT_SKIP = {"cuda", "xpu"}
@@ -42,9 +42,9 @@ class FusedKernel:
     slot_conditions: Mapping[str, str]
     setting_names: tuple[str, ...]  # of the function, beside the rate
     reads_counts: bool = True  # it reads the number of the step
-    takes_skip: ClassVar[bool] = True  # the flag of a skip that the host has not read
+    supports_skip: ClassVar[bool] = True  # the flag of a skip that the host has not read
 
-    def takes_tensors(self, params: TensorList, context: CallContext) -> bool:
+    def supports_tensors(self, params: TensorList, context: CallContext) -> bool:
         """Return True if it is right for these parameters: on an accelerator whose kernels unscale
         and skip; on a CPU only in float32 and float64, because in half precision it leaves whole
         vector lanes unchanged.
@@ -76,7 +76,7 @@ class FusedKernel:
         """Return the gradients with `divisor / factor` as their divisor, because the kernel divides
         once. If that is out of range, they are multiplied by the factor first.
         """
-        divisor, factor, _ = grads.pending
+        divisor, factor = grads.pending.divisor, grads.pending.clip_factor
         if factor is None:
             return grads
         pending, dtype = grads.pending._replace(clip_factor=None), grads.factor_dtype
@@ -100,7 +100,7 @@ class FusedKernel:
 
     def run(self, call: KernelCall, skip: Tensor | None) -> None:
         """Make the call. It divides the gradients itself if it can."""
-        if not _can_divide(call):
+        if not _supports_grads(call):
             call = call._replace(grads=_grads_for_kernel(call))
         divisor = call.grads.pending.divisor
         found_inf = None if skip is None else skip.to(call.params[0].device, torch.float32)
@@ -129,11 +129,13 @@ class ForLoopKernel:
     slot_conditions: Mapping[str, str]  # as in `FusedKernel`
     setting_names: tuple[str, ...]  # of the function
     reads_counts: ClassVar[bool] = True
-    takes_skip: ClassVar[bool] = False
+    supports_skip: ClassVar[bool] = False
 
-    def takes_tensors(self, params: TensorList, context: CallContext) -> bool:
+    def supports_tensors(self, params: TensorList, context: CallContext) -> bool:
         """Return True if it may step these parameters in place of the formula."""
-        readable = context.may_read_cpu and params.are_on_cpu and are_comparable(params.tensors)
+        readable = (
+            context.host_can_read_cpu and params.are_on_cpu and are_comparable(params.tensors)
+        )
         return readable and params.dtypes <= _FULL_PRECISION
 
     def bind(self, settings: Settings) -> Callable[..., None]:
@@ -251,15 +253,16 @@ class KernelCall(NamedTuple):
     grads_match_params: bool = False
 
 
-def _can_divide(call: KernelCall) -> bool:
-    """Return True if a fused kernel can divide: by a float32 number only, and it overwrites the
-    gradients with the result.
+def _supports_grads(call: KernelCall) -> bool:
+    """Return True if a fused kernel takes the gradients as they are. It can divide, by a float32
+    number only, and overwrites the gradients with the result.
     """
     params, grads, dtype = call.params, call.grads, call.params[0].dtype
-    divisor, clip_factor, clip_value = grads.pending
-    if divisor is None or clip_factor is not None or clip_value is not None:
+    divisor = grads.pending.divisor
+    if grads.pending != Pending(divisor):
         return False
-    if not (grads.owned and divisor.dtype is torch.float32 and dtype.itemsize >= 4):
+    can_divide = grads.owned and dtype.itemsize >= 4
+    if divisor is not None and not (can_divide and divisor.dtype is torch.float32):
         return False
     return call.grads_match_params or (
         grads.tensor_list.dtypes == {dtype} and all_same_memory_order(grads.tensors, params)

@@ -85,12 +85,12 @@ class StepSettings(NamedTuple):
     for_all: dict[str, Any]
     by_override: list[dict[str, Any]]
 
-    def tables(self) -> list[dict[str, Any]]:
+    def dicts(self) -> list[dict[str, Any]]:
         """Return the numbers for all parameters, then those of each override."""
         return [self.for_all, *self.by_override]
 
     def map(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> StepSettings:
-        """Return `change(table)` in place of each table."""
+        """Return `change(settings)` in place of each dict."""
         return StepSettings(change(self.for_all), list(map(change, self.by_override)))
 
 
@@ -152,9 +152,14 @@ class OptimizerConfig:
             for extra in self.overrides.values()
         ]
         self.no_step_settings = StepSettings({}, [{} for _ in self.by_override])
-        tables = self.for_all, *self.by_override
-        self.has_schedules = any([table.schedules for table in tables])
-        tensors = [v for table in tables for v in table.values.values() if isinstance(v, Tensor)]
+        all_configured = self.for_all, *self.by_override
+        self.has_schedules = any([configured.schedules for configured in all_configured])
+        tensors = [
+            v
+            for configured in all_configured
+            for v in configured.values.values()
+            if isinstance(v, Tensor)
+        ]
         self.settings_are_constant = not (self.has_schedules or self.in_state or tensors)
         # Momentum in the state may become nonzero later, so its buffer exists while it is 0.
         self.nonzero_for_slots = dict.fromkeys({"momentum", "dampening"} & {*self.in_state}, 0.5)
@@ -183,9 +188,10 @@ class OptimizerConfig:
         """Return the settings from which slots are made: for all parameters, then those with each
         override alone.
         """
-        tables = self.for_all, *self.by_override
+        all_configured = self.for_all, *self.by_override
         return [
-            {**self.for_all.values, **table.values, **self.nonzero_for_slots} for table in tables
+            {**self.for_all.values, **configured.values, **self.nonzero_for_slots}
+            for configured in all_configured
         ]
 
     def build_param_groups(
@@ -282,14 +288,14 @@ class OptimizerConfig:
                 self._refuse_graph(name)
             return put(value)
 
-        def numbers(table: ConfiguredSettings, factors: Mapping[str, Any]) -> dict[str, Any]:
+        def numbers(configured: ConfiguredSettings, factors: Mapping[str, Any]) -> dict[str, Any]:
             return {
                 name: number(name, value, factors.get(name))
-                for name, value in {**table.values, **table.schedules}.items()
-                if name in table.schedules or name in factors or isinstance(value, Tensor)
+                for name, value in {**configured.values, **configured.schedules}.items()
+                if name in configured.schedules or name in factors or isinstance(value, Tensor)
             }
 
-        by_override = [numbers(table, {}) for table in self.by_override]
+        by_override = [numbers(configured, {}) for configured in self.by_override]
         return StepSettings(numbers(self.for_all, stored_settings(opt_state)), by_override)
 
     def _refuse_graph(self, name: str) -> None:

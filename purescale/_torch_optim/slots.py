@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState
-from .._optim.param_layout import ParamLayout, foreign_parameters_error
+from .._optim.param_structure import ParamStructure, foreign_parameters_error
 from .._torch.tracing import traced
 from .._torch_optim.formulas import LeafSlots
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
@@ -47,7 +47,7 @@ def slot_lists_like(slot_lists: SlotLists, values: Iterable[Any]) -> SlotLists:
     }
 
 
-def slot_lists_of(opt_state: OptState, layout: ParamLayout) -> SlotLists:
+def slot_lists_of(opt_state: OptState, param_structure: ParamStructure) -> SlotLists:
     """Return the slots of a state, then its counts, as slot lists. Refuse a state for others than
     these parameters.
     """
@@ -55,15 +55,19 @@ def slot_lists_of(opt_state: OptState, layout: ParamLayout) -> SlotLists:
     if has_counts(opt_state):
         trees = {**trees, STEP: opt_state.counts}
     try:
-        return {key: layout.flatten_up_to(tree) for key, tree in trees.items()}
+        return {key: param_structure.flatten_up_to(tree) for key, tree in trees.items()}
     except ValueError:
-        raise foreign_parameters_error(param_names(opt_state), layout.names) from None
+        raise foreign_parameters_error(param_names(opt_state), param_structure.names) from None
 
 
-def with_slot_lists(opt_state: OptState, slot_lists: SlotLists, layout: ParamLayout) -> OptState:
+def with_slot_lists(
+    opt_state: OptState, slot_lists: SlotLists, param_structure: ParamStructure
+) -> OptState:
     """Return the state with these slot lists, the inverse of `slot_lists_of`."""
     old = {**opt_state.slots, STEP: opt_state.counts}
-    slots = {key: layout.unflatten(slot_list, old[key]) for key, slot_list in slot_lists.items()}
+    slots = {
+        key: param_structure.unflatten(slot_list, old[key]) for key, slot_list in slot_lists.items()
+    }
     counts = slots.pop(STEP, ())
     return opt_state._replace(slots=slots, counts=counts)
 
@@ -126,7 +130,7 @@ class SlotSpec:
         self, params: Mapping[str, Tensor], step_settings: StepSettings
     ) -> list[ParamGroup]:
         """Return the groups with the settings from which slots are made."""
-        rates = step_settings.map(lambda table: {n: v for n, v in table.items() if n == "lr"})
+        rates = step_settings.map(lambda settings: {n: v for n, v in settings.items() if n == "lr"})
         rates.for_all.update(self._config.nonzero_for_slots)
         return self._config.build_param_groups(tuple(params), rates)
 

@@ -100,8 +100,9 @@ def _current_groups(
     steps = zip(now.by_override, first.by_override, strict=True)
     # A setting that an override names has an initial value of its own, or none.
     by_override = [
-        {f"initial_{name}": None for name in table.values} | _with_initial(table, *numbers, {})
-        for table, numbers in zip(config.by_override, steps, strict=True)
+        {f"initial_{name}": None for name in configured.values}
+        | _with_initial(configured, *numbers, {})
+        for configured, numbers in zip(config.by_override, steps, strict=True)
     ]
     step_settings = StepSettings(defaults, by_override)
     groups = []
@@ -113,7 +114,7 @@ def _current_groups(
 
 
 def _with_initial(
-    table: ConfiguredSettings,
+    configured: ConfiguredSettings,
     now: dict[str, Any],
     first: Mapping[str, Any],
     stored: Mapping[str, Any],
@@ -121,10 +122,10 @@ def _with_initial(
     """Return the settings of a step, with Python numbers for those stored or scheduled, and
     `initial_<name>` for each that is scheduled, as torch's schedulers write it.
     """
-    now = now | map_numbers(float, {name: now[name] for name in {**stored, **table.schedules}})
+    now = now | map_numbers(float, {name: now[name] for name in {**stored, **configured.schedules}})
     initial = {
         name: stored[name] if name in stored else max(float(first[name]), now[name])
-        for name in table.schedules
+        for name in configured.schedules
     }
     return now | {f"initial_{n}": value for n, value in map_numbers(float, initial).items()}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, with_step_counted
-from .._optim.param_layout import foreign_parameters_error
+from .._optim.param_structure import foreign_parameters_error
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
 from .._torch_optim.group_optimizer import ParamGroupOptimizer
@@ -39,22 +39,22 @@ class UserClassOptimizer(ParamGroupOptimizer):
                 "a class of torch.optim, or write an (init, update) pair for from_transformation."
             )
         groups = self._checked_groups(inputs)
-        slots, names = inputs.opt_state.slots, inputs.layout.names
+        slots, names = inputs.opt_state.slots, inputs.param_structure.names
         if slots.keys() != set(names):
             raise foreign_parameters_error(list(slots), names)
         return groups
 
-    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
+    def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step of the class, in fresh memory. Half parameters
         and their slots are computed in float32.
         """
         counted = with_step_counted(inputs.opt_state)
-        names, slots = inputs.layout.names, counted.slots
+        names, slots = inputs.param_structure.names, counted.slots
         params = dict(zip(names, inputs.params, strict=True))
 
         def copy(value: Tensor, name: str) -> Tensor:
-            wide = is_half(params[name]) and is_half(value)
-            return value.detach().to(wide_dtype(value.dtype) if wide else value.dtype, copy=True)
+            widens = is_half(params[name]) and is_half(value)
+            return value.detach().to(wide_dtype(value.dtype) if widens else value.dtype, copy=True)
 
         new_params = {name: copy(param, name) for name, param in params.items()}
         copied_grads = {

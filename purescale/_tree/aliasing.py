@@ -15,30 +15,30 @@ from .._tree.leaves import are_plain_dense, is_constant
 from .._tree.pytree import Leaves, Tree
 
 
-def detach_and_unalias(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
+def detach_and_unalias(leaves: Leaves, occupied: Set[int | None] | None) -> Leaves:
     """Detach leaves, which may be containers that only torch's pytree knows. A leaf is copied if
-    its memory is in `taken` or is that of an earlier leaf; if `taken` is None (traced), every leaf
-    is. Constants that are not on a graph stay the same objects.
+    its memory is in `occupied` or is that of an earlier leaf; if `occupied` is None (traced), every
+    leaf is. Constants that are not on a graph stay the same objects.
     """
-    if taken is not None and pytree.are_tensors(leaves):
+    if occupied is not None and pytree.are_tensors(leaves):
         pointers = storage_pointers(leaves)
-        apart = len(set(pointers)) == len(pointers) and taken.isdisjoint(pointers)
+        apart = len(set(pointers)) == len(pointers) and occupied.isdisjoint(pointers)
         # Some are shared if a loss returns the buffers that it was given.
         if apart or are_plain_dense(leaves):
             detached = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-            shared = [] if apart else _repeated(pointers, {*taken})
+            shared = [] if apart else _repeated(pointers, {*occupied})
             copies = (
                 foreach.detach_and_clone([detached[index] for index in shared]) if shared else []
             )
             for index, copy in zip(shared, copies, strict=True):
                 detached[index] = copy
             return detached
-    seen = set() if taken is None else {*taken}
+    seen = set() if occupied is None else {*occupied}
 
     def detach(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (is_constant(leaf) and not leaf.requires_grad):
             return leaf
-        if taken is None:
+        if occupied is None:
             return leaf.clone()
         storage = storage_pointer(leaf)
         shared = storage in seen
@@ -58,12 +58,12 @@ def _repeated(pointers: list[int | None], seen: set[int | None]) -> list[int]:
     return repeated
 
 
-def copy_aliased(tree: Tree, inputs: Tree) -> Tree:
-    """Return `tree`, on its graph, with copies of leaves that may share memory with `inputs` or
+def copy_aliased(tree: Tree, others: Tree) -> Tree:
+    """Return `tree`, on its graph, with copies of leaves that may share memory with `others` or
     with each other.
     """
     leaves, structure = pytree.flatten(tree)
-    return structure.unflatten(copy_aliased_leaves(leaves, pytree.tensors(inputs)))
+    return structure.unflatten(copy_aliased_leaves(leaves, pytree.tensors(others)))
 
 
 def copy_aliased_leaves(leaves: Leaves, others: Leaves) -> Leaves:

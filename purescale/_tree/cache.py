@@ -51,7 +51,7 @@ class MetadataCache(Generic[ValueT]):
         self.entries = tuple(entry for entry in self.entries if entry[2] is not value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are empty, because guards cannot be pickled."""
+        """Copies and pickles are empty, because matchers cannot be pickled."""
         return type(self), (self._size,)
 
     def __iter__(self) -> Iterator[ValueT]:
@@ -121,7 +121,7 @@ class TreeCache(MetadataCache[TreeEntry]):
             return flat_trees, entry.value
         return None
 
-    def keep(self, context: CallContext, trees: Sequence[FlatTree], value: Any) -> None:
+    def insert(self, context: CallContext, trees: Sequence[FlatTree], value: Any) -> None:
         """Keep a value for trees like these, if all leaves are dense and off every graph, in
         containers of Python's that keep nothing of a user's alive. Trees that hold one tensor twice
         are not kept, because their matcher never matches.

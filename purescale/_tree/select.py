@@ -49,8 +49,8 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     Source of the rule: `select_tree` of jmp.
     """
     context, arguments = current_context(), (found_inf, old, new)
-    if context.may_read_cpu and (known := _cache.find(context, arguments)):
-        _, before, after = known[0]
+    if context.host_can_read_cpu and (cached := _cache.find(context, arguments)):
+        _, before, after = cached[0]
         chosen = before if found_inf else after
         return before.structure.unflatten(foreach.clone_list(chosen.leaves))
     if _is_flag(new) and not _is_flag(old):
@@ -59,15 +59,15 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
             "`select(found_inf, old, new)`, as torch.where."
         )
     leaves, others, structure = matching_leaves(old, new, "old", "new")
-    if context.may_read_cpu:
-        _keep_match(context, arguments, leaves, others)
+    if context.host_can_read_cpu:
+        _cache_match(context, arguments, leaves, others)
     return structure.unflatten(select_leaves(found_inf, leaves, others))
 
 
 _cache = TreeCache(16)  # of `select`, which say that the trees match
 
 
-def _keep_match(
+def _cache_match(
     context: CallContext, arguments: tuple[Tree, ...], old: Leaves, new: Leaves
 ) -> None:
     """Keep a plan of `select` for arguments like these on a CPU, if the leaves, which match, are in
@@ -78,7 +78,7 @@ def _keep_match(
         return
     trees = list(map(FlatTree.of, arguments))
     if all(map(operator.is_, trees[2].leaves, new)):
-        _cache.keep(context, trees, None)
+        _cache.insert(context, trees, None)
 
 
 def _is_flag(tree: Tree) -> bool:
@@ -94,18 +94,18 @@ def select_leaves(
     guarantees that nothing else shares the memory of `old`: results are written there.
     """
     if are_plain_dense([*old, *new]):
-        return _chosen(skip, old, new, in_place=in_place)
+        return _select_dense(skip, old, new, in_place=in_place)
     indices = [index for index, leaf in enumerate(old) if not is_constant(leaf)]
     before = [dtensor.local_shard(old[index]) for index in indices]
     after = [dtensor.local_shard(new[index]) for index in indices]
-    chosen = _chosen(skip, before, after, in_place=in_place)
+    chosen = _select_dense(skip, before, after, in_place=in_place)
     results = list(old)
     for index, tensor in zip(indices, chosen, strict=True):
         results[index] = dtensor.from_local_like(old[index], tensor)
     return results
 
 
-def _chosen(
+def _select_dense(
     skip: Tensor | bool, old: list[Tensor], new: list[Tensor], *, in_place: bool
 ) -> list[Tensor]:
     # torch refuses in-place writes to a leaf that requires grad

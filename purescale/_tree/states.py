@@ -258,7 +258,7 @@ def _averaged(a: Any, b: Any, decay: float | Tensor) -> Any:
 _32_BITS, _31_BITS = 0xFFFFFFFF, 0x7FFFFFFF
 _MULTIPLIER = 0x45D9F3B  # below 2**27: its product with 31 bits stays below 2**63
 _STEP = 0x3C6EF372  # between the first places of two leaves
-_PIECE = 2**22  # elements; a piece takes some 100 MiB
+_CHUNK = 2**22  # elements; a chunk takes some 100 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -307,11 +307,11 @@ def _of_leaf(leaf: Tensor, index: int) -> Tensor:
     leaf = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf.resolve_neg()
     flat = leaf.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=leaf.device)
-    for number, piece in enumerate(torch.split(flat, _PIECE)):
-        if piece.dtype is not torch.bool:
-            piece = piece.view(_INTEGERS[piece.dtype.itemsize])
-        bits = piece.to(torch.int64)
-        places = torch.arange(len(piece), device=leaf.device) + number * _PIECE
+    for number, chunk in enumerate(torch.split(flat, _CHUNK)):
+        if chunk.dtype is not torch.bool:
+            chunk = chunk.view(_INTEGERS[chunk.dtype.itemsize])
+        bits = chunk.to(torch.int64)
+        places = torch.arange(len(chunk), device=leaf.device) + number * _CHUNK
         total = total + _weighted_sum(bits & _32_BITS, places, 2 * index)
         if flat.dtype.itemsize == 8:
             total = total + _weighted_sum((bits >> 32) & _32_BITS, places, 2 * index + 1)

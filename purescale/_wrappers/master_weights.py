@@ -299,12 +299,13 @@ class MasterOptimizer(Wrapper):
 
     def check_state(self, inputs: StepInputs) -> None:
         """Refuse a state without the rest of these parameters."""
-        _rest_of(inputs.layout.unflatten(inputs.params), inputs.opt_state)
+        _rest_of(inputs.param_structure.unflatten(inputs.params), inputs.opt_state)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the masters and the inner state."""
         params, state = list(inputs.params), inputs.opt_state
-        rest, halves = inputs.layout.flatten_up_to(state.rest), _of_dtype(params, torch.bfloat16)
+        rest = inputs.param_structure.flatten_up_to(state.rest)
+        halves = _of_dtype(params, torch.bfloat16)
         for index in _of_dtype(params, torch.float16):
             params[index] = rest[index]
         rows = [params[n] for n in halves], [rest[n] for n in halves]
@@ -318,7 +319,7 @@ class MasterOptimizer(Wrapper):
     ) -> tuple[list[Tensor], Tree]:
         """Split masters into two halves, or round them to the nearest float16."""
         old, stored = inputs.params, list(params)
-        rest = inputs.layout.flatten_up_to(inputs.opt_state.rest)
+        rest = inputs.param_structure.flatten_up_to(inputs.opt_state.rest)
         halves = _of_dtype(old, torch.bfloat16)
         masters = [params[index] for index in halves]
         if inputs.context.traced or any_dtensor(masters):
@@ -331,7 +332,8 @@ class MasterOptimizer(Wrapper):
         for index in _of_dtype(old, torch.float16):
             stored[index] = on_shards(lambda m: cast_saturating(m, torch.float16), params[index])
             rest[index] = params[index]
-        return stored, MasterState(state, inputs.layout.unflatten(rest, inputs.opt_state.rest))
+        rest_tree = inputs.param_structure.unflatten(rest, inputs.opt_state.rest)
+        return stored, MasterState(state, rest_tree)
 
 
 def _of_dtype(params: list[Tensor], dtype: torch.dtype) -> list[int]:

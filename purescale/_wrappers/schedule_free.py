@@ -104,11 +104,11 @@ class ScheduleFreeOptimizer(Wrapper):
 
     def check_state(self, inputs: StepInputs) -> None:
         """Refuse a state without the iterate of these parameters."""
-        _check_iterate(inputs.layout.unflatten(inputs.params), inputs.opt_state)
+        _check_iterate(inputs.param_structure.unflatten(inputs.params), inputs.opt_state)
 
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with a copy of the iterate in place of the parameters."""
-        iterate = inputs.layout.flatten_up_to(inputs.opt_state.iterate)
+        iterate = inputs.param_structure.flatten_up_to(inputs.opt_state.iterate)
         return inputs.with_params_and_state(
             list(map(Tensor.clone, iterate)), inputs.opt_state.inner
         )
@@ -118,17 +118,17 @@ class ScheduleFreeOptimizer(Wrapper):
     ) -> tuple[list[Tensor], Tree]:
         """Average the new iterate in, and mix both. `params` are the iterate after the step."""
         _, iterate, applied, beta = inputs.opt_state
-        layout = inputs.layout
-        old, applied = layout.flatten_up_to(iterate), applied + 1
+        param_structure = inputs.param_structure
+        old, applied = param_structure.flatten_up_to(iterate), applied + 1
         mixed = []
         for index, (y, before, new) in enumerate(zip(inputs.params, old, params, strict=True)):
-            if layout.grad_indices[index] is None:
+            if param_structure.grad_indices[index] is None:
                 mixed.append(y.clone())
                 continue
             x, z = _average(y, before, beta), new.to(wide_dtype(y.dtype))
             x = x + (z - x) / applied
             mixed.append((z + beta * (x - z)).to(y.dtype))
-        new = layout.unflatten(params, iterate)
+        new = param_structure.unflatten(params, iterate)
         return mixed, ScheduleFreeState(state, new, applied, beta.clone())
 
 

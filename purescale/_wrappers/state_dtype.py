@@ -178,7 +178,7 @@ class StateDtypeOptimizer(Wrapper):
         """Return the dtype in which the inner optimizer makes each slot, None for what is never
         cast.
         """
-        params = dict(zip(inputs.layout.names, inputs.params, strict=True))
+        params = dict(zip(inputs.param_structure.names, inputs.params, strict=True))
         return [
             super(StateDtypeOptimizer, self).slot_dtype(path, slot, params[path[-1]].dtype)
             if path[-1] in params and _can_be_cast(slot)

@@ -119,7 +119,7 @@ class Wrapper(FlatOptimizer):
         """Return the settings of the inner optimizer's step."""
         return self.flat_optimizer.step_settings(self.inner_state(opt_state))
 
-    def apply_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
+    def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients."""
         [piece] = inputs.plan.pieces
         return self._step_piece(piece, inputs, grads)[0]
@@ -209,7 +209,7 @@ def positions_of(inputs: StepInputs) -> list[Position]:
     """Return the position of each parameter's elements."""
     if inputs.piece_positions is not None:
         return cast(list[Position], inputs.piece_positions)
-    pairs = zip(inputs.layout.leaf_indices, inputs.global_params, strict=True)
+    pairs = zip(inputs.param_structure.leaf_indices, inputs.global_params, strict=True)
     return [Position(n, 0, leaf if dtensor.is_dtensor(leaf) else None) for n, leaf in pairs]
 
 
@@ -263,7 +263,7 @@ def _inputs_of_pieces(inputs: StepInputs, cuts: list[Cut]) -> list[StepInputs]:
         starts = [(positions[n], span.start) for n, span in cut.items()]
         piece = StepInputs(
             inputs.context,
-            inputs.layout.picked(cut),
+            inputs.param_structure.picked(cut),
             TensorList([_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]),
             _cut_state(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
             piece_positions=[place._replace(start=place.start + start) for place, start in starts],
@@ -297,7 +297,7 @@ def _cut_state(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree
     """
 
     def part(tree: Tree) -> dict[str, Any]:
-        values, names = inputs.layout.flatten_up_to(tree), inputs.layout.names
+        values, names = inputs.param_structure.flatten_up_to(tree), inputs.param_structure.names
         return {names[n]: _cut(values[n], inputs.params[n], span) for n, span in cut.items()}
 
     fields = {}

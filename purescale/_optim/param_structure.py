@@ -13,7 +13,7 @@ from .._tree.matching import check_names, check_parameters
 from .._tree.pytree import DictDef, FlatTree, Leaves, Tree, TreeDef
 
 
-class ParamLayout(NamedTuple):
+class ParamStructure(NamedTuple):
     """The place of each parameter in a tree, which may have None. Lists have an entry for each
     parameter that is not None.
     """
@@ -25,16 +25,16 @@ class ParamLayout(NamedTuple):
     grad_indices: Sequence[int | None]  # among the gradients; None for one without a gradient
 
     @classmethod
-    def of(cls, params: FlatTree) -> ParamLayout:
-        """Return the layout of parameters that all have a gradient."""
+    def of(cls, params: FlatTree) -> ParamStructure:
+        """Return the structure of parameters that all have a gradient."""
         names, leaves = pytree.names(params.tree), params.leaves
         return cls.of_leaves(params.structure, names, leaves, [True] * len(leaves))
 
     @classmethod
     def of_leaves(
         cls, structure: TreeDef, names: list[str], leaves: Leaves, has_grad: Sequence[bool]
-    ) -> ParamLayout:
-        """Return the layout of a tree with these leaves, each of which may have a gradient."""
+    ) -> ParamStructure:
+        """Return the structure of a tree with these leaves, each of which may have a gradient."""
         indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
         numbers = itertools.count()
         return cls(
@@ -45,11 +45,11 @@ class ParamLayout(NamedTuple):
             grad_indices=[next(numbers) if has_grad[index] else None for index in indices],
         )
 
-    def picked(self, indices: Collection[int]) -> ParamLayout:
-        """Return the layout of the parameters with these indices, in a flat dict."""
+    def picked(self, indices: Collection[int]) -> ParamStructure:
+        """Return the structure of the parameters with these indices, in a flat dict."""
         names = [self.names[index] for index in indices]
         has_grad = [self.grad_indices[index] is not None for index in indices]
-        return ParamLayout.of_leaves(DictDef(tuple(names)), names, names, has_grad)
+        return ParamStructure.of_leaves(DictDef(tuple(names)), names, names, has_grad)
 
     def flatten_up_to(self, tree: Tree) -> Leaves:
         """Return the leaves of a tree like the parameters, without those of a parameter None."""

@@ -160,8 +160,10 @@ def _one_inf(rank, mesh, placements):
                 scale = rule.update(rule.init(), out.found_inf).scale
                 assert scale == (2.0 if held else 4.0)
                 assert max_norm is None or torch.isfinite(out.grad_norm) == ~held
-            unscaled, found_inf = ps.unscale_and_check(rule.init(), grads)
-            assert found_inf == held
+            for donate in (True, False):
+                copies = pytree.tree_map(torch.clone, grads)
+                unscaled, found_inf = ps.unscale_and_check(rule.init(), copies, donate=donate)
+                assert found_inf == held
             again = ps.maybe_step(optimizer, params, unscaled, state, found_inf)
             assert same_bits(here(again), here((params, state))) is held.item()
             assert torch.isfinite(ps.clip_by_global_norm(grads, 1.0)[1]) == ~held

@@ -110,6 +110,13 @@ def test_torchs_operator_unscales_where_its_product_is_exact(scale, is_used, mon
     assert len(calls) == is_used
 
 
+@pytest.mark.parametrize("scale", [4.0, 3.0])
+def test_a_write_into_donated_gradients_is_counted(scale):
+    grads = [torch.ones(5), torch.ones(())]
+    ps.unscale_and_check(at(scale), grads, donate=True)
+    assert [grad._version for grad in grads] == [1, 1]
+
+
 @pytest.mark.parametrize("bad", [None, math.nan])
 def test_a_step_without_a_bound_has_the_bits_of_one_without_torchs_operator(bad, monkeypatch):
     optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.1), ps.DynamicScale()

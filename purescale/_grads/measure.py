@@ -40,6 +40,12 @@ class StatsOptions(NamedTuple):
     norm_group: Group | None = None  # the ranks that hold other parts of the model
     all_readable: bool = False  # it is known that the host may read the gradients and the scale
 
+    @property
+    def only_overflow(self) -> bool:
+        """True if nothing else is measured, and on this rank alone."""
+        one_part = self.group is None and self.norm_group is None
+        return self.norm_type is None and not self.amax and one_part
+
 
 OVERFLOW_ONLY = StatsOptions()
 
@@ -76,11 +82,15 @@ def measure_and_unscale(
     """Return `measure(grads, scale, options), grads`. The division by `scale`, which is pending, is
     applied if it takes no pass of its own: to owned gradients of which only the overflow is asked.
     """
-    if grads.owned and _are_readable(grads, scale, options):
-        result = _unscale_in_place(grads, scale, options)
-        if result is not None:
-            return result
-    return measure(grads, scale, options), grads
+    in_place = options.only_overflow and grads.owned and _are_readable(grads, scale, options)
+    if not (in_place and _operator_is_exact(grads, scale)):
+        return measure(grads, scale, options), grads
+    flag = scale.new_zeros(())
+    private.unscale_and_check_(grads.tensors, flag, scale.reciprocal())
+    torch.autograd.graph.increment_version(grads.tensors)  # the operator leaves them as they were
+    overflow = flag.bool()
+    stats = GradStats(overflow, None, None, known_finite=not overflow)
+    return stats, grads._replace(pending=NOTHING_PENDING)
 
 
 def measure_exactly(
@@ -164,29 +174,18 @@ def _divisor(grads: Gradients, scale: Tensor) -> Tensor:
 # ---- the fastest reads of a CPU -----------------------------------------------------------------
 
 
-def _unscale_in_place(
-    grads: Gradients, scale: Tensor, options: StatsOptions
-) -> tuple[GradStats, Gradients] | None:
-    """Return the stats and the unscaled gradients by torch's operator of GradScaler, in one pass,
-    if it has the bits of a division and sees all overflows: it multiplies by the inverse, and looks
-    at the gradients before it.
+def _operator_is_exact(grads: Gradients, scale: Tensor) -> bool:
+    """Return True if torch's operator of GradScaler unscales with the bits of a division, and sees
+    all overflows: it multiplies by the inverse, and looks at the gradients before.
     """
-    one_part = options.group is None and options.norm_group is None
-    only_overflow = options.norm_type is None and not options.amax and one_part
-    if not (only_overflow and grads.pending.divisor is not None and private.unscale_and_check_):
-        return None
-    dtypes, num_elements = grads.tensor_list.dtypes, grads.tensor_list.num_elements
-    if grads.are_sharded or torch.float16 in dtypes or not num_elements:
-        return None
-    number = scale.item()
+    if grads.pending.divisor is None or not private.unscale_and_check_:
+        return False
+    tensor_list = grads.tensor_list
+    if grads.are_sharded or torch.float16 in tensor_list.dtypes or not tensor_list.num_elements:
+        return False
+    number, is_float32 = scale.item(), scale.dtype is torch.float32
     is_power_of_two = math.frexp(number)[0] == 0.5
-    if not (1 <= number <= 2.0**126 and is_power_of_two and scale.dtype is torch.float32):
-        return None
-    flag = scale.new_zeros(())
-    private.unscale_and_check_(grads.tensors, flag, scale.reciprocal())
-    overflow = flag.bool()
-    stats = GradStats(overflow, None, None, known_finite=not overflow)
-    return stats, grads._replace(pending=NOTHING_PENDING)
+    return is_float32 and is_power_of_two and 1 <= number <= 2.0**126
 
 
 def _stats_from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradStats | None:

@@ -26,7 +26,6 @@ FACTS = {
     "devices": {torch.device("cpu")},
     "are_on_cpu": True,
     "indices_by_kind": [[0, 2, 3], [1]],
-    "are_contiguous": False,
     "are_gapless": True,
     "any_requires_grad": True,
 }

@@ -479,8 +479,10 @@ def test_ranks_compare_each_setting_of_a_step_but_those_of_a_rank():
     """Two ranks that differ in one would take other steps, without a word."""
     own = {"loss_fn", "group", "donate", "rule_traits"}
     none = dict.fromkeys(train_state.TrainStepOptions._fields)
-    options = train_state.TrainStepOptions(**none | {"clip": clip.as_clip(None, None, 2.0)})
+    options = train_state.TrainStepOptions(
+        **none | {"clip": clip.as_clip_settings(None, None, 2.0)}
+    )
     agreed_settings = options.agreed_settings.keys()
-    bounds = set(clip.Clip._fields)
+    bounds = set(clip.ClipSettings._fields)
     assert set(options._fields) - own - {"clip"} == agreed_settings - bounds
     assert bounds <= agreed_settings

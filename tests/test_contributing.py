@@ -2,6 +2,7 @@
 name pass; its rooms are in the order of the imports, and the files that it names are there.
 """
 
+import importlib
 import re
 import shlex
 import shutil
@@ -15,9 +16,7 @@ import torch
 from test_house import FLOORS
 
 import purescale as ps
-from purescale._grads.clip import clip_factor
-from purescale._grads.measure import measure_exactly
-from purescale._torch.list_stats import local_stats
+from purescale._torch.dtypes import widest_float
 
 ROOT = Path(__file__).parents[1]
 TOPS = ROOT, ROOT / "purescale"
@@ -177,15 +176,16 @@ def test_make_fuzz_multiplies_the_examples_of_every_property():
             )
 
 
-def test_the_lines_that_clip_each_leaf_clip_each_leaf():
+def test_the_lines_that_clip_each_leaf_clip_each_leaf(monkeypatch):
     [lines] = map(textwrap.dedent, re.findall(r"```python\n(.*?)  ```", PAGE, re.S))
-    path = ROOT / "purescale/_step/train_step.py"
-    measured = "        window = window._replace(grads=grads)\n"
-    source = path.read_text().replace(measured, measured + textwrap.indent(lines, " " * 8))
-    names = {"__name__": "purescale._step.train_step", "__package__": "purescale._step"}
-    names |= {"bound": 0.5, "local_stats": local_stats, "clip_factor": clip_factor}
-    names |= {"measure_exactly": measure_exactly}
+    path, end = ROOT / "purescale/_step/decide.py", "    return Decision("
+    source = path.read_text().replace(end, textwrap.indent(lines, "    ") + end)
+    names = {"__name__": "purescale._step.decide", "__package__": "purescale._step"}
+    names |= {"max_leaf_norm": 0.5, "widest_float": widest_float}
     exec(compile(source, path, "exec"), names)
+    for module in ("train_step", "unscale_and_step"):
+        module = importlib.import_module(f"purescale._step.{module}")
+        monkeypatch.setattr(module, "decide", names["decide"])
     sgd, rule = ps.from_torch(torch.optim.SGD, lr=1.0), ps.DynamicScale(init_scale=4.0)
     params = {"long": torch.zeros(5), "short": torch.zeros(33), "long too": torch.zeros(300)}
     slopes = {"long": 3.0, "short": 0.01, "long too": -0.25}
@@ -194,14 +194,19 @@ def test_the_lines_that_clip_each_leaf_clip_each_leaf():
         loss = sum((params[name] * slopes[name]).sum() for name in params)
         return loss * factor, buffers
 
-    settings = {"loss_fn": loss_fn, "optimizer": sgd, "rule": rule, "max_norm": 100.0}
+    settings = {"loss_fn": loss_fn, "optimizer": sgd, "rule": rule, "max_norm": 2.0}
     state = ps.init_train_state(params, {}, sgd, rule)
-    new, info = names["train_step"](state, [1.0], **settings)
-    for name, param in new.params.items():
-        grad = torch.full_like(param, slopes[name])
-        torch.testing.assert_close(-param, grad * (0.5 / grad.norm()).clamp(max=1.0))
-    norm = torch.stack([param.norm() for param in new.params.values()]).norm()
+    new, info = ps.train_step(state, [1.0], **settings)
+    grads = {name: torch.full_like(param, slopes[name]) for name, param in params.items()}
+    scaled = {name: grad * 4.0 for name, grad in grads.items()}
+    by_hand = ps.unscale_and_step(sgd, state.scaler, params, scaled, state.opt_state, max_norm=2.0)
+    norm = torch.cat(list(grads.values())).norm()
     torch.testing.assert_close(info.grad_norm, norm)
-    skipped, info = names["train_step"](state, [float("inf")], **settings)
+    for name, grad in grads.items():
+        grad = grad * (2.0 / norm)
+        clipped = grad * (0.5 / grad.norm()).clamp(max=1.0)
+        torch.testing.assert_close(-new.params[name], clipped)
+        torch.testing.assert_close(-by_hand.params[name], clipped)
+    skipped, info = ps.train_step(state, [float("inf")], **settings)
     assert info.found_inf
     assert torch.equal(skipped.params["short"], params["short"])

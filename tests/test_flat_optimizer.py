@@ -8,7 +8,7 @@ from helpers import Untouched, clone, same_bits, tensors
 from torch.testing import assert_close
 
 import purescale as ps
-from purescale._optim.optimizer import FlatOptimizer, PreparedStep, as_flat_optimizer
+from purescale._optim.optimizer import FlatOptimizer, as_flat_optimizer
 from purescale._optim.step_inputs import flatten_step
 from purescale._torch.tracing import as_on_an_accelerator, current_context
 from purescale._torch_optim import kernels
@@ -106,11 +106,10 @@ def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_ste
     old = clone((params, state))
     has_masters = getattr(flat_optimizer, "wide_grads", False) or kind == "partition"
     unscaled = grads.apply_pending(wide=has_masters)
-    inputs = flat_optimizer.with_plan(inputs)
-    prepared = PreparedStep(params=None, other_trees=[], inputs=inputs, facts=None)
-    expected = ps.select(overflow, old, flat_optimizer.run_step(prepared, unscaled))
+    inputs = flat_optimizer.with_plan_and_settings(inputs)
+    expected = ps.select(overflow, old, flat_optimizer.run_step(inputs, unscaled))
     flag = torch.tensor(overflow)
-    stepped = flat_optimizer.run_step(prepared, grads, flag, in_place=in_place)
+    stepped = flat_optimizer.run_step(inputs, grads, flag, in_place=in_place)
     if factor == 0.3:  # scale and factor are one division in a kernel
         assert_close(stepped, expected, rtol=1e-6, atol=1e-7)
     else:
@@ -122,10 +121,9 @@ def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
     flat_optimizer = as_flat_optimizer(OPTIMIZERS[kind])
     inputs, grads, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
     with Untouched((params, state, grads.tensors)):
-        inputs = flat_optimizer.with_plan(inputs)
-        prepared = PreparedStep(params=None, other_trees=[], inputs=inputs, facts=None)
-        flat_optimizer.run_step(prepared, grads, torch.tensor(False))
-        flat_optimizer.run_step(prepared, grads)
+        inputs = flat_optimizer.with_plan_and_settings(inputs)
+        flat_optimizer.run_step(inputs, grads, torch.tensor(False))
+        flat_optimizer.run_step(inputs, grads)
 
 
 class Raises(StepAlone):

@@ -33,7 +33,7 @@ import purescale as ps
 from purescale._grads.clip import clip_factor
 from purescale._torch import foreach
 from purescale._torch.tracing import as_on_an_accelerator
-from purescale._torch_optim import group_optimizer
+from purescale._torch_optim import param_group_optimizer
 
 INF, NAN = math.inf, math.nan
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
@@ -151,7 +151,7 @@ def going(way):
         return
     with pytest.MonkeyPatch.context() as patch, as_on_an_accelerator():
         if way != "accelerator":
-            patch.setattr(group_optimizer, "kernel_for", lambda config: None)
+            patch.setattr(param_group_optimizer, "kernel_for", lambda config: None)
         if way == "lists":
             patch.setattr(foreach, "is_on_accelerator", lambda tensor: True)
         yield

@@ -5,8 +5,8 @@ CPU one pass gives overflow and norm, and another one the largest magnitude; els
 gives overflow and largest magnitude, and another one the norm.
 
 Entry: `measure.measure`, whose specification is `measure.measure_exactly`;
-`clip.as_clip` and `clip.clip_factor`; `accumulate.accumulate_grads`, a running mean for a loop
-by hand.
-Hands on: `measure.GradStats`; `clip.Clip`, the bounds of a step; `accumulate.AccumState`.
+`clip.as_clip_settings` and `clip.clip_factor`; `accumulate.accumulate_grads`, a running mean for a
+loop by hand.
+Hands on: `measure.GradStats`; `clip.ClipSettings`, the bounds of a step; `accumulate.AccumState`.
 May import: `_distributed`, `_tree`, `_torch`.
 """

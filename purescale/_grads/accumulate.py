@@ -158,7 +158,7 @@ def accumulate_grads(
         bad = measure(new, one).overflow
     else:
         bad = as_flag(found_inf, like=accum.weight)
-    in_place = donate and means.donated([*new.tensors, *accum[1:]]).owned
+    in_place = donate and means.owned_unless_shared([*new.tensors, *accum[1:]]).owned
     added = add_microbatch(
         accum._replace(grads=means.tensors), new, checked_weight, bad, in_place=in_place
     )
@@ -317,7 +317,7 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     why = "The halves of one window must belong to the same params."
     leaves, others, structure = matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
     means, new = as_gradients(leaves), as_gradients(others)
-    in_place = donate and means.donated([*new.tensors, *a[1:], *b[1:]]).owned
+    in_place = donate and means.owned_unless_shared([*new.tensors, *a[1:], *b[1:]]).owned
     lists = AccumState(means.tensors, *a[1:]), AccumState(new.tensors, *b[1:])
     merged = _merged(*lists, in_place=in_place)
     return AccumState(structure.unflatten(means.as_leaves(merged.grads)), *merged[1:])

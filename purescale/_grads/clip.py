@@ -24,7 +24,7 @@ from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import as_float, checked_bound, short_repr
 
 
-class Clip(NamedTuple):
+class ClipSettings(NamedTuple):
     """The bounds for the averaged, unscaled gradients of a step."""
 
     max_norm: float | Tensor | None
@@ -37,12 +37,12 @@ class Clip(NamedTuple):
         return [bound for bound in (self.max_norm, self.clip_value) if isinstance(bound, Tensor)]
 
 
-def as_clip(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
+def as_clip_settings(max_norm: Any, clip_value: Any, norm_type: Any) -> ClipSettings:
     """Return the bounds as floats and tensors; refuse a number that is not above 0."""
     p = as_norm_type(norm_type)
     max_norm = None if max_norm is None else checked_bound("max_norm", max_norm)
     value = None if clip_value is None else checked_bound("clip_value", clip_value)
-    return Clip(max_norm, value, None if max_norm is None else p)
+    return ClipSettings(max_norm, value, None if max_norm is None else p)
 
 
 def as_norm_type(norm_type: Any) -> float:
@@ -153,7 +153,7 @@ def clip_by_global_norm(
     norm = norm_as_tensor(measure(gradients, one, options), device)
     factor = clip_factor(norm, max_norm).to(gradients.factor_dtype)
     if donate:
-        gradients = gradients.donated([max_norm])
+        gradients = gradients.owned_unless_shared([max_norm])
     clipped = flat.structure.unflatten(gradients.multiplied(factor).leaves)
     return clipped, norm.to(factor.dtype)
 
@@ -222,5 +222,5 @@ def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False
     refuse_complex(grads, flat.leaves)
     gradients = Gradients.of(flat)
     if donate:
-        gradients = gradients.donated([clip_value])
+        gradients = gradients.owned_unless_shared([clip_value])
     return flat.structure.unflatten(gradients.clamped(limit).leaves)

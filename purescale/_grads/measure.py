@@ -56,10 +56,10 @@ class GradStats(NamedTuple):
     """
 
     overflow: Tensor  # bool: a gradient, or one over the scale, is not finite
-    norm: Any  # of the unscaled gradients; None if not asked for; a float if `known_finite`
+    norm: Any  # of the unscaled gradients; None if not asked for; a float if `read_as_finite`
     amax: Any  # the largest unscaled magnitude; None if not asked for
     # the host has read that no gradient overflows, and the norm, if it was asked for
-    known_finite: bool = False
+    read_as_finite: bool = False
 
 
 def measure(grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY) -> GradStats:
@@ -89,7 +89,7 @@ def measure_and_unscale(
     private.unscale_and_check_(grads.tensors, flag, scale.reciprocal())
     torch.autograd.graph.increment_version(grads.tensors)  # the operator leaves them as they were
     overflow = flag.bool()
-    stats = GradStats(overflow, None, None, known_finite=not overflow)
+    stats = GradStats(overflow, None, None, read_as_finite=not overflow)
     return stats, grads._replace(pending=NOTHING_PENDING)
 
 
@@ -206,7 +206,7 @@ def _stats_from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> 
         return None
     amax = measure_amax(grads, _divisor(grads, scale)) if options.amax else None
     overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
-    return GradStats(overflow, norm / divisor if has_norm else None, amax, known_finite=True)
+    return GradStats(overflow, norm / divisor if has_norm else None, amax, read_as_finite=True)
 
 
 # of bfloat16, whose largest number is a little below that of float32

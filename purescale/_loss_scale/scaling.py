@@ -109,7 +109,7 @@ def unscale_and_check(
     check_scale(scaler.scale, grads, flat.leaves, "grads", flat.tensor_list)
     gradients = Gradients.of(flat)
     if donate:
-        gradients = gradients.donated(pytree.tensors(scaler))
+        gradients = gradients.owned_unless_shared(pytree.tensors(scaler))
     gradients = gradients._replace(pending=Pending(divisor=scaler.scale))
     stats, gradients = measure_and_unscale(gradients, scaler.scale, StatsOptions(group=group))
     return flat.structure.unflatten(gradients.apply_pending().leaves), stats.overflow

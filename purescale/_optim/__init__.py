@@ -2,9 +2,9 @@
 
 A step makes lists of its trees, `step_inputs.StepInputs`, and calls a `FlatOptimizer` in this
 order: `plan(inputs)`, whose result is found again if arguments are alike (`find_step`);
-`step_settings`; `run_step`. Eagerly on a CPU that reads the flag of a skip and returns the old
-state; elsewhere, and if a derivative may go through the step, `step_or_skip` calls `compute_step`
-and selects old or new by a mask, unless a subclass can skip a step itself.
+`evaluate_settings`; `run_step`. Eagerly on a CPU `run_step` reads the flag of a skip, and a skipped
+step returns the old state. Elsewhere, and if a derivative may go through the step, `step_or_skip`
+calls `compute_step` and selects old or new by a mask, unless a subclass can skip a step itself.
 
 optimizer       Optimizer, the protocol of trees, `init` and `step`; FlatOptimizer, that of lists:
                 its step is found by structure and metadata, or prepared, and skipped or applied

@@ -58,33 +58,20 @@ class Optimizer(Protocol):
         """
 
 
-class StepFacts(NamedTuple):
-    """The facts about all steps of an optimizer over arguments that are alike, for its cache."""
+class CachedStep(NamedTuple):
+    """The decisions that hold for all steps over arguments that are alike, as in `StepInputs`."""
 
     param_structure: ParamStructure
-    plan: Any  # what `FlatOptimizer.plan` returned
-    leaves_metadata: ListMetadata  # of `StepInputs.dense_leaves`
-    # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
-    # nothing else shares its memory.
+    plan: Any
+    leaves_metadata: ListMetadata  # of `all_leaves`
     all_writable: bool
-    all_readable: bool  # the host may read each leaf and its gradient; none has a history
-
-
-class PreparedStep(NamedTuple):
-    """A step, prepared: its arguments but for the state of the optimizer, flat, and what is known
-    of all.
-    """
-
-    params: FlatTree
-    other_trees: list[FlatTree]  # the arguments after parameters and state, in their order
-    inputs: StepInputs
-    facts: StepFacts
+    all_readable: bool
 
 
 class FlatOptimizer:
-    """An optimizer over the lists of `StepInputs`. A subclass has `init`, `agreed_settings`,
-    `compute_step` (or `step_or_skip`, if it can skip a step itself), and perhaps `plan` and
-    `step_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` prepares the
+    """An optimizer over the lists of `StepInputs`. A subclass has `init`, `compute_step` (or
+    `step_or_skip`, if it can skip a step itself), and perhaps `agreed_settings`, `plan` and
+    `evaluate_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` prepares the
     step at its start, by `find_step` or `prepare_step`, and runs it at its end, by `run_step`.
     """
 
@@ -117,7 +104,8 @@ class FlatOptimizer:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        return self.run_step(*self.prepare_with_grads(params, grads, opt_state))
+        inputs, gradients, _ = self.prepare_with_grads(params, grads, opt_state)
+        return self.run_step(inputs, gradients)
 
     def grad_mode(self, context: CallContext) -> torch.set_grad_enabled:
         """Return a context manager inside of which a graph is recorded only if a derivative may go
@@ -131,7 +119,7 @@ class FlatOptimizer:
         plan is the place to refuse, before any work, parameters and a state that do not fit.
         """
 
-    def step_settings(self, opt_state: Tree) -> Any:
+    def evaluate_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the next step that may differ from those of the last one.
         Schedules run here, before any work.
         """
@@ -140,78 +128,83 @@ class FlatOptimizer:
 
     @functools.cached_property
     def cache(self) -> TreeCache:
-        """The `StepFacts` of steps with this optimizer."""
+        """Each `CachedStep` of this optimizer."""
         return TreeCache()
 
-    def with_plan(self, inputs: StepInputs) -> StepInputs:
+    def with_plan_and_settings(self, inputs: StepInputs) -> StepInputs:
         """Return the inputs with the plan and the settings of their step."""
-        plan, step_settings = self.plan(inputs), self.step_settings(inputs.opt_state)
+        plan, step_settings = self.plan(inputs), self.evaluate_settings(inputs.opt_state)
         return inputs._replace(plan=plan, step_settings=step_settings)
 
-    def find_step(self, context: CallContext, trees: tuple[Tree, ...]) -> PreparedStep | None:
-        """Return a step over `trees`: parameters, the state of the optimizer, and others. None if
-        none over trees like these is cached.
+    def find_step(
+        self, context: CallContext, trees: tuple[Tree, ...]
+    ) -> tuple[list[FlatTree], StepInputs] | None:
+        """Return `trees` flat (parameters, the state of the optimizer, and others), and the inputs
+        of a step over them. None if no step over trees like these is cached.
         """
         if not (self.caches_steps and context.reuses_plans):  # Dynamo cannot make the cache
             return None
         if (cached := self.cache.find(context, trees)) is None:
             return None
-        flat_trees, step_facts = cached
-        params, opt_state = flat_trees[:2]
+        flat_trees, step = cached
+        flat_params, flat_opt_state = flat_trees[:2]
         inputs = StepInputs.of_dense(
-            *(context, step_facts.param_structure, params, opt_state, step_facts.leaves_metadata),
-            plan=step_facts.plan,
-            step_settings=self.step_settings(opt_state.tree),
+            *(context, step.param_structure, flat_params, flat_opt_state),
+            metadata=step.leaves_metadata,
+            plan=step.plan,
+            step_settings=self.evaluate_settings(flat_opt_state.tree),
+            all_writable=step.all_writable,
+            all_readable=step.all_readable,
         )
-        return PreparedStep(params, flat_trees[2:], inputs, step_facts)
+        return flat_trees, inputs
 
     def prepare_step(
-        self, trees: list[FlatTree], inputs: StepInputs, *, reuse: bool = True
-    ) -> PreparedStep:
-        """Return a step over checked trees, which `find_step` finds from now on, unless `reuse` is
-        False. `plan` refuses what does not fit.
+        self, flat_trees: list[FlatTree], inputs: StepInputs, *, reuse: bool = True
+    ) -> StepInputs:
+        """Return the inputs of a step over checked trees, planned. `find_step` finds it from now
+        on, unless `reuse` is False. `plan` refuses what does not fit.
         """
-        lists = [tree.tensor_list for tree in trees]
+        lists = [tree.tensor_list for tree in flat_trees]
         # Complex parameters may be refused by a setting, such as `clip_value`: they are
         # checked in each step.
         can_reuse = inputs.context.reuses_plans and all([x.dense_without_history for x in lists])
         can_reuse = can_reuse and are_real_floating(inputs.param_list.dtypes)
-        inputs = self.with_plan(inputs)
+        inputs = self.with_plan_and_settings(inputs)
         writable = can_reuse and all(
             [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
         )
         readable = can_reuse and inputs.context.host_can_read_cpu and not self.differentiable
         readable = readable and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
-        step_facts = StepFacts(
-            inputs.param_structure, inputs.plan, ListMetadata(), writable, readable
-        )
         if can_reuse and reuse and self.caches_steps:
-            self.cache.insert(inputs.context, trees, step_facts)
-        return PreparedStep(trees[0], trees[2:], inputs, step_facts)
+            decisions = inputs.param_structure, inputs.plan, ListMetadata(), writable, readable
+            self.cache.insert(inputs.context, flat_trees, CachedStep(*decisions))
+        return inputs._replace(all_writable=writable, all_readable=readable)
 
     def prepare_with_grads(
         self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree
-    ) -> tuple[PreparedStep, Gradients]:
-        """Return a step over these and other trees, found or prepared, and its gradients. Refuse,
-        naming the leaf, gradients that do not fit `params`, and a state that belongs to others.
+    ) -> tuple[StepInputs, Gradients, list[FlatTree]]:
+        """Return the inputs of a step over these and other trees, found or prepared, its gradients,
+        and the others, flat. Refuse, naming the leaf, gradients that do not fit `params`, and a
+        state that belongs to others.
         """
         context = current_context()
-        prepared_step = self.find_step(context, (params, opt_state, grads, *others))
-        if prepared_step is not None:
-            flat_grads = prepared_step.other_trees[0]
-            return prepared_step, prepared_step.inputs.make_gradients(flat_grads)
+        step = self.find_step(context, (params, opt_state, grads, *others))
+        if step is not None:
+            (_, _, flat_grads, *flat_others), inputs = step
+            return inputs, inputs.make_gradients(flat_grads), flat_others
         trees, inputs = flatten_step(self, context, params, grads, opt_state)
         gradients = inputs.make_gradients(trees[2])
         # A step is found by `grads` in their own order: it is reused if that is the parameters'.
         same_order = context.reuses_plans and pytree.flatten(grads)[1] == trees[0].structure
-        trees += map(FlatTree.of, others)
-        return self.prepare_step(trees, inputs, reuse=same_order), gradients
+        flat_others = list(map(FlatTree.of, others))
+        inputs = self.prepare_step([*trees, *flat_others], inputs, reuse=same_order)
+        return inputs, gradients, flat_others
 
     # ---- a step, run
 
     def run_step(
         self,
-        prepared_step: PreparedStep,
+        inputs: StepInputs,
         grads: Gradients,
         skip: Tensor | None = None,
         *,
@@ -220,10 +213,10 @@ class FlatOptimizer:
         """Return `step_or_skip` in the trees of the arguments. Where `skip` may be read (or must,
         because the first step may add to the state), a skipped step returns the old state at once.
         """
-        inputs = prepared_step.inputs
         # What a skipped, differentiable step does not use has a derivative of 0, so it is made.
         if skip is not None and (
-            self.may_add_slots or (not self.differentiable and inputs.context.host_can_read([skip]))
+            self.may_add_slots
+            or (not self.differentiable and inputs.context.host_can_read_off_graph([skip]))
         ):
             if skip:
                 with self.grad_mode(inputs.context):
@@ -243,12 +236,13 @@ class FlatOptimizer:
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
         """Equal to `select(skip, (old params, with_skip_counted(old state)),
-        self.compute_step(inputs, grads.apply_pending(wide=self.wide_grads)))`. `skip` is None where
-        the host knows that the step is applied, and if `may_add_slots`. With `in_place`, the caller
-        guarantees that nobody else holds the tensors of `inputs`: they may be overwritten.
+        self.compute_step(inputs, grads.apply_pending(wide=self.wide_grads)))`, to rounding where a
+        kernel divides by scale and clip factor at once. `skip` is None where the host knows that
+        the step is applied, and if `may_add_slots`. With `in_place`, the caller guarantees that
+        nobody else holds the tensors of `inputs`: they may be overwritten.
         """
         with self.grad_mode(inputs.context):
-            new = self.compute_step(inputs, self.unscaled_or_zeroed(inputs, grads, skip))
+            new = self.compute_step(inputs, self.prepare_grads(inputs, grads, skip))
             if self.may_add_slots:
                 return new
             old = inputs.params, with_skip_counted(inputs.opt_state, in_place=in_place)
@@ -258,9 +252,7 @@ class FlatOptimizer:
             flag = False if skip is None else skip
             return structure.unflatten(select_leaves(flag, before, after, in_place=in_place))
 
-    def unscaled_or_zeroed(
-        self, inputs: StepInputs, grads: Gradients, skip: Tensor | None
-    ) -> Gradients:
+    def prepare_grads(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> Gradients:
         """Return the gradients for `compute_step`: zeros in a skipped step that is differentiated,
         because `where` sends a derivative of 0 into what it does not choose, and 0 * inf is NaN.
         """

@@ -25,17 +25,24 @@ class ParamStructure(NamedTuple):
     grad_indices: Sequence[int | None]  # among the gradients; None for one without a gradient
 
     @classmethod
-    def of(cls, params: FlatTree) -> ParamStructure:
+    def of(cls, flat_params: FlatTree) -> ParamStructure:
         """Return the structure of parameters that all have a gradient."""
-        names, leaves = pytree.names(params.tree), params.leaves
-        return cls.of_leaves(params.structure, names, leaves, [True] * len(leaves))
+        names, leaves = pytree.names(flat_params.tree), flat_params.leaves
+        is_present = [leaf is not None for leaf in leaves]
+        return cls.of_names(flat_params.structure, names, is_present, is_present)
 
     @classmethod
-    def of_leaves(
-        cls, structure: TreeDef, names: list[str], leaves: Leaves, has_grad: Sequence[bool]
+    def of_names(
+        cls,
+        structure: TreeDef,
+        names: list[str],
+        is_present: Sequence[bool],
+        has_grad: Sequence[bool],
     ) -> ParamStructure:
-        """Return the structure of a tree with these leaves, each of which may have a gradient."""
-        indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
+        """Return the structure of a tree whose leaves have these names: those that are present are
+        parameters, the others None.
+        """
+        indices = [index for index, present in enumerate(is_present) if present]
         numbers = itertools.count()
         return cls(
             structure,
@@ -49,7 +56,8 @@ class ParamStructure(NamedTuple):
         """Return the structure of the parameters with these indices, in a flat dict."""
         names = [self.names[index] for index in indices]
         has_grad = [self.grad_indices[index] is not None for index in indices]
-        return ParamStructure.of_leaves(DictDef(tuple(names)), names, names, has_grad)
+        all_present = [True] * len(names)
+        return ParamStructure.of_names(DictDef(tuple(names)), names, all_present, has_grad)
 
     def flatten_up_to(self, tree: Tree) -> Leaves:
         """Return the leaves of a tree like the parameters, without those of a parameter None."""

@@ -42,38 +42,40 @@ class StepInputs(NamedTuple):
     param_list: TensorList
     opt_state: Tree
     # parameters, then all leaves of the state; None unless all are `dense_without_history`
-    dense_leaves: TensorList | None = None
-    state_structure: Any = None  # of the state, if `dense_leaves` is there
+    all_leaves: TensorList | None = None
+    state_structure: Any = None  # of the state, if `all_leaves` is there
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     piece_positions: Any = None  # of a piece of a larger step, for the wrapper that makes it
     plan: Any = None  # what `FlatOptimizer.plan` returned
-    step_settings: Any = None  # what `FlatOptimizer.step_settings` returned
+    step_settings: Any = None  # what `FlatOptimizer.evaluate_settings` returned
+    # Each leaf of all arguments is plain, gapless, not empty, and requires no gradient: a step may
+    # write into it if nothing else shares its memory.
+    all_writable: bool = False
+    all_readable: bool = False  # the host may read each leaf and its gradient; none has a history
 
     @classmethod
     def of_dense(
         cls,
         context: CallContext,
         param_structure: ParamStructure,
-        params: FlatTree,
-        opt_state: FlatTree,
+        flat_params: FlatTree,
+        flat_opt_state: FlatTree,
         metadata: ListMetadata | None = None,
-        plan: Any = None,
-        step_settings: Any = None,
+        **others: Any,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are `dense_without_history`. `metadata` is that
-        of `dense_leaves`.
+        of `all_leaves`; `others` are other fields.
         """
-        leaves = [*params.leaves, *opt_state.leaves]
+        leaves = [*flat_params.leaves, *flat_opt_state.leaves]
         return cls(
             context,
             param_structure,
-            params.tensor_list,
-            opt_state.tree,
-            dense_leaves=TensorList(leaves, metadata, dense_without_history=True),
-            state_structure=opt_state.structure,
-            plan=plan,
-            step_settings=step_settings,
+            flat_params.tensor_list,
+            flat_opt_state.tree,
+            all_leaves=TensorList(leaves, metadata, dense_without_history=True),
+            state_structure=flat_opt_state.structure,
+            **others,
         )
 
     @property
@@ -94,29 +96,29 @@ class StepInputs(NamedTuple):
 
     def with_state(self, opt_state: Tree) -> StepInputs:
         """Return the inputs with another state."""
-        return self._replace(opt_state=opt_state, dense_leaves=None)
+        return self._replace(opt_state=opt_state, all_leaves=None)
 
     def leaves_and_state_structure(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
         """
-        if self.dense_leaves is not None:
-            return self.dense_leaves.tensors, self.state_structure
+        if self.all_leaves is not None:
+            return self.all_leaves.tensors, self.state_structure
         leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
-    def make_gradients(self, grads: FlatTree) -> Gradients:
+    def make_gradients(self, flat_grads: FlatTree) -> Gradients:
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
         """
-        if self.dense_leaves is not None:
-            return Gradients(grads.tensor_list, grads.leaves, True)
-        leaves = grads.leaves
+        if self.all_leaves is not None:
+            return Gradients(flat_grads.tensor_list, flat_grads.leaves, True)
+        leaves = flat_grads.leaves
         params = self.param_structure.with_none(self.global_params)
         if dtensor.any_dtensor([*leaves, *params]):
             for index, (leaf, param) in enumerate(zip(leaves, params, strict=True)):
                 if leaf is not None and (reason := dtensor.placement_mismatch(leaf, param)):
-                    raise ValueError(f"{pytree.path(grads.tree, 'grads', index)} {reason}")
+                    raise ValueError(f"{pytree.path(flat_grads.tree, 'grads', index)} {reason}")
         if self.global_trees is not None:
             leaves = list(map(dtensor.redistribute_like, leaves, params))
         return as_gradients(leaves)
@@ -154,48 +156,51 @@ def flatten_step(
     """Return parameters, state and gradients, flat and checked, and the inputs of a step over them,
     as `make_step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
     """
-    flat_params, flat_state = FlatTree.of(params), flatten_opt_state(opt_state)
+    flat_params, flat_opt_state = FlatTree.of(params), flatten_opt_state(opt_state)
     check_parameters(flat_params)
     flat_grads = grads_like_params(flat_params, grads)
-    inputs = make_step_inputs(optimizer, context, flat_params, flat_state, flat_grads)
-    return [flat_params, flat_state, flat_grads], inputs
+    inputs = make_step_inputs(optimizer, context, flat_params, flat_opt_state, flat_grads)
+    return [flat_params, flat_opt_state, flat_grads], inputs
 
 
 def make_step_inputs(
     optimizer: OptimizerTraits,
     context: CallContext,
-    params: FlatTree,
-    opt_state: FlatTree,
-    grads: FlatTree | None = None,
+    flat_params: FlatTree,
+    flat_opt_state: FlatTree,
+    flat_grads: FlatTree | None = None,
 ) -> StepInputs:
     """Return the inputs of a step over checked parameters. Refuse, naming the leaf, tensors on a
     graph, and shards of a parameter that the optimizer needs as a whole. `grads=None` means that
     the gradients are still to be made.
     """
-    lists = [tree.tensor_list for tree in (params, opt_state, grads) if tree is not None]
+    lists = [
+        tree.tensor_list for tree in (flat_params, flat_opt_state, flat_grads) if tree is not None
+    ]
     dense_without_history = all([some.dense_without_history for some in lists])
-    grad_leaves = [] if grads is None else grads.leaves
+    grad_leaves = [] if flat_grads is None else flat_grads.leaves
     if not optimizer.differentiable:
         refuse_graph_end()
     if not (optimizer.differentiable or dense_without_history):
-        refuse_autograd_history(params=params, grads=grads, opt_state=opt_state)
-    names, leaves = pytree.names(params.tree), params.leaves
+        refuse_autograd_history(params=flat_params, grads=flat_grads, opt_state=flat_opt_state)
+    names, leaves = pytree.names(flat_params.tree), flat_params.leaves
     check_names(names)
-    has_grad = [True] * len(leaves) if grads is None else [g is not None for g in grad_leaves]
-    param_structure = ParamStructure.of_leaves(params.structure, names, leaves, has_grad)
+    has_grad = [True] * len(leaves) if flat_grads is None else [g is not None for g in grad_leaves]
+    is_present = [leaf is not None for leaf in leaves]
+    param_structure = ParamStructure.of_names(flat_params.structure, names, is_present, has_grad)
     if dense_without_history:
-        return StepInputs.of_dense(context, param_structure, params, opt_state)
+        return StepInputs.of_dense(context, param_structure, flat_params, flat_opt_state)
     leaves = [  # torch's kernels ignore lazy negation
         leaf.resolve_conj().resolve_neg()
         if isinstance(leaf, Tensor) and is_unresolved(leaf)
         else leaf
         for leaf in leaves
     ]
-    state, global_trees = opt_state.tree, None
+    state, global_trees = flat_opt_state.tree, None
     sharded = dtensor.any_dtensor([*leaves, *grad_leaves])
     if sharded and optimizer.elementwise is not None:
-        _check_shards(optimizer, params.tree, names, leaves, state)
-        global_trees = params.structure.unflatten(leaves), state
+        _check_shards(optimizer, flat_params.tree, names, leaves, state)
+        global_trees = flat_params.structure.unflatten(leaves), state
         shard = functools.partial(dtensor.local_shard, on_graph=optimizer.differentiable)
         leaves, state = list(map(shard, leaves)), pytree.map(shard, state)
     present = TensorList(param_structure.pick_present(leaves))

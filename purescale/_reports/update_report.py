@@ -17,7 +17,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, local_shard
 from .._torch.dtypes import widest_float
 from .._torch.tracing import current_context
-from .._torch_optim.group_optimizer import KernelOrFormulaOptimizer, ParamGroupOptimizer
+from .._torch_optim.param_group_optimizer import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields
@@ -279,7 +279,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
 
 def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
     if not isinstance(optimizer, AdaptedOptimizer):
-        return optimizer.step_or_skip(optimizer.with_plan(inputs), grads)[0]
+        return optimizer.step_or_skip(optimizer.with_plan_and_settings(inputs), grads)[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     params, opt_state = inputs.trees
     grad_tree = inputs.param_structure.unflatten(inputs.grads_of_params(grads))

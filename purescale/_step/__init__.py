@@ -1,8 +1,9 @@
 """A training step: `train_step` and its stages.
 
 With a group whose ranks meet on a CPU, all agree first (`agree.py`). CONTRIBUTING.md has the
-diagram of the stages and their files. There is one path for all devices. A kernel below it may
-depend on the device, and where the host knows that a step is applied, nothing is selected.
+diagram of the stages and their files, which are the same on all devices. Kernels may depend on the
+device, and where the host knows that a step is applied, numbers are Python's and nothing is
+selected.
 
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `unscale_and_step.unscale_and_step` or `unscale_and_step.maybe_step`.

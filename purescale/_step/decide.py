@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._grads.clip import Clip, clip_factor, clip_factor_of_number, is_unbounded
+from .._grads.clip import ClipSettings, clip_factor, clip_factor_of_number, is_unbounded
 from .._grads.measure import GradStats, norm_as_tensor
 from .._step.spike_guard import Guard
 from .._step.window_result import WindowFlags, WindowResult
@@ -61,7 +61,7 @@ def call_guard(
 
 def decide(
     stats: GradStats,
-    clip: Clip,
+    clip: ClipSettings,
     grads: Gradients,
     flags: WindowFlags | None = None,
     guard_rejects: Tensor | None = None,
@@ -75,7 +75,7 @@ def decide(
     if flags is not None:
         overflow, skip = flags.overflow, flags.skip
     only_overflow_skips = flags is None and guard_rejects is None and len(clip.tensor_bounds) == 0
-    known_applied = only_overflow_skips and stats.known_finite
+    known_applied = only_overflow_skips and stats.read_as_finite
     rejected: Any = ()
     grad_norm: Any = ()
     grad_amax: Any = () if stats.amax is None else stats.amax

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .._grads.clip import refuse_complex
 from .._loss_scale.scaling import check_scale
-from .._optim.optimizer import PreparedStep
-from .._optim.step_inputs import flatten_opt_state, make_step_inputs
+from .._optim.step_inputs import StepInputs, flatten_opt_state, make_step_inputs
 from .._step.train_state import TrainState, TrainStepOptions
 from .._torch.tracing import current_context
 from .._tree import pytree
@@ -20,7 +19,7 @@ from .._tree.pytree import FlatTree
 
 
 class FlatState(NamedTuple):
-    """The state of a step, flat and checked, and the prepared step of its optimizer."""
+    """The state of a step, flat and checked, and the inputs of its optimizer."""
 
     train_state: TrainState
     params: FlatTree
@@ -28,35 +27,34 @@ class FlatState(NamedTuple):
     scaler: FlatTree
     step_rng_guard: FlatTree  # of the three as a tuple
     control_leaves: list[Tensor]  # the tensors of scaler, step count, generator and guard
-    prepared_step: PreparedStep
+    inputs: StepInputs
 
 
 def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     """Return the flat state of a step. Refuse a state that does not fit the optimizer."""
     optimizer, context = options.optimizer, current_context()
     others = state.buffers, state.scaler, (state.step, state.rng, state.guard)
-    prepared_step = optimizer.find_step(context, (state.params, state.opt_state, *others))
-    if prepared_step is None:
-        params, opt_state = FlatTree.of(state.params), flatten_opt_state(state.opt_state)
-        flat_trees = [params, opt_state, *map(FlatTree.of, others)]
-        _check(state, options, params)
-        inputs = make_step_inputs(optimizer, context, params, opt_state)
-        prepared_step = optimizer.prepare_step(flat_trees, inputs)
-    buffers, scaler, step_rng_guard = prepared_step.other_trees
+    step = optimizer.find_step(context, (state.params, state.opt_state, *others))
+    if step is None:
+        flat_params, opt_state = FlatTree.of(state.params), flatten_opt_state(state.opt_state)
+        flat_trees = [flat_params, opt_state, *map(FlatTree.of, others)]
+        _check(state, options, flat_params)
+        inputs = make_step_inputs(optimizer, context, flat_params, opt_state)
+        step = flat_trees, optimizer.prepare_step(flat_trees, inputs)
+    (flat_params, _, buffers, scaler, step_rng_guard), inputs = step
     control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):
         control_leaves = pytree.all_tensors(control_leaves)
-    trees = prepared_step.params, buffers, scaler, step_rng_guard
-    return FlatState(state, *trees, control_leaves, prepared_step)
+    return FlatState(state, flat_params, buffers, scaler, step_rng_guard, control_leaves, inputs)
 
 
-def _check(state: TrainState, options: TrainStepOptions, params: FlatTree) -> None:
+def _check(state: TrainState, options: TrainStepOptions, flat_params: FlatTree) -> None:
     """Refuse parameters of the wrong kind, on another device than the scale, or without order where
     they are clipped by value. A step that is found is not checked again, so a setting may refuse
     only leaves of which no step is kept, as in `prepare_step`.
     """
-    check_parameters(params, "state.params")
-    leaves, scale = params.leaves, state.scaler.scale
-    check_scale(scale, state.params, leaves, "state.params", params.tensor_list)
+    check_parameters(flat_params, "state.params")
+    leaves, scale = flat_params.leaves, state.scaler.scale
+    check_scale(scale, state.params, leaves, "state.params", flat_params.tensor_list)
     if options.clip.clip_value is not None:
         refuse_complex(state.params, leaves, "params")

@@ -87,11 +87,11 @@ class ForwardBackward:
         self.sharded = not is_dense and dtensor.any_dtensor(self.present_params)
         self.uses_torch_func = context.traced
         self.create_graph = differentiable and not self.uses_torch_func
-        self.returns_detached = not (self.uses_torch_func or self.create_graph)
+        self.off_graph = not (self.uses_torch_func or self.create_graph)
         self.context = context
-        if not context.reuses_plans and self.returns_detached:
+        if not context.reuses_plans and self.off_graph:
             refuse_graph_end()
-        self.pointers = pointers if self.returns_detached else None
+        self.pointers = pointers if self.off_graph else None
         all_normal = is_dense and flat_scaler.tensor_list.dense_without_history
         if not (self.uses_torch_func or all_normal):
             *self.present_params, self.scale = _normal_tensors([*self.present_params, self.scale])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.optimizer import FlatOptimizer, PreparedStep
+from .._optim.optimizer import FlatOptimizer
 from .._optim.step_inputs import StepInputs
 from .._step.flat_state import FlatState
 from .._step.train_state import TrainStepOptions
@@ -41,11 +41,11 @@ def decide_writes(
     """Return the memory of the arguments, and what the step may overwrite. Without donation the
     state of the optimizer is not in that memory, because nothing writes into it.
     """
-    inputs = flat_state.prepared_step.inputs
+    inputs = flat_state.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
-    if donate and flat_state.prepared_step.facts.all_writable:
+    if donate and inputs.all_writable:
         others = [*flat_state.buffers.leaves, *flat_state.control_leaves]
         tensors = [*_params_and_state(inputs).tensors, *others]
         pointers = [storage_pointers(tensors), storage_pointers(read_only)]
@@ -77,14 +77,13 @@ def decide_writes(
 
 def decide_writes_by_hand(
     optimizer: FlatOptimizer,
-    prepared_step: PreparedStep,
+    inputs: StepInputs,
     grads: Gradients,
     read_only: Sequence[Tensor],
 ) -> MayWrite:
     """Return what a step may overwrite of its donated arguments."""
-    inputs = prepared_step.inputs
     lists = [_params_and_state(inputs), grads.tensor_list]
-    if prepared_step.facts.all_writable:
+    if inputs.all_writable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
         if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
             return MayWrite(params_and_state=True, grads=True)
@@ -100,8 +99,8 @@ def _on_graph(optimizer: FlatOptimizer, inputs: StepInputs) -> bool:
 
 def _params_and_state(inputs: StepInputs) -> TensorList:
     """Return the tensors of this rank that a step replaces: parameters and state."""
-    if inputs.dense_leaves is not None:
-        return inputs.dense_leaves
+    if inputs.all_leaves is not None:
+        return inputs.all_leaves
     leaves = [*inputs.params, *pytree.flatten(inputs.opt_state)[0]]
     shards = [dtensor.local_shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
     return TensorList(shards)

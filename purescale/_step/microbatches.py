@@ -107,11 +107,11 @@ def accumulate_microbatches(
     )
     forward_backward = ForwardBackward(
         params,
-        flat_state.prepared_step.inputs.param_structure,
+        flat_state.inputs.param_structure,
         buffers,
         scaler,
         options.loss_fn,
-        flat_state.prepared_step.inputs.context,
+        flat_state.inputs.context,
         memory.pointers,
         differentiable=differentiable,
     )
@@ -146,8 +146,8 @@ def _accumulate_one(
     grads = as_gradients(
         out.grads,
         Pending(divisor=forward_backward.scale),
-        owned=forward_backward.returns_detached,
-        params=forward_backward.flat_params.tensor_list,
+        owned=forward_backward.off_graph,
+        param_list=forward_backward.flat_params.tensor_list,
     )
     loss, totals_row, _, fraction = _average_losses(
         options, weights, forward_backward.context, [out.loss], []
@@ -275,7 +275,7 @@ def _average_losses(
         loss_of_good, loss = means.unbind()
         if options.drops_microbatches:  # if all were dropped, the loss of all of them shows why
             loss = torch.where(Totals.of(totals_row).good_weight > 0, loss_of_good, loss)
-    elif len(losses) > 1 and context.host_can_read(losses):
+    elif len(losses) > 1 and context.host_can_read_off_graph(losses):
         average = sum([loss.item() for loss in losses]) / len(losses)
         loss = torch.full((), average, dtype=dtype, device=device)
     elif len(losses) > 1:

@@ -79,7 +79,7 @@ def _overwrite_control(flat_state: FlatState, new: Leaves) -> Leaves:
     """Return scaler, count, generator and guard after `new` was written into those of the state. If
     a rule or a guard returned tensors on a graph, nothing is written.
     """
-    if not flat_state.prepared_step.facts.all_writable or any(map(_requires_grad, new)):
+    if not flat_state.inputs.all_writable or any(map(_requires_grad, new)):
         return overwrite_leaves(flat_state.control_leaves, new)
     foreach.copy_list_(flat_state.control_leaves, new)
     return flat_state.control_leaves

@@ -30,7 +30,7 @@ def run_with_retries(
     the highest scale. All ranks of a group read the same flags, so they retry together.
     """
     if not options.max_retries:
-        return _run_with_rng(flat_state, run_window, flat_state.scaler)
+        return _run_once(flat_state, run_window, flat_state.scaler)
     if any_dtensor(flat_state.params.leaves):
         raise ValueError(
             f"max_retries={options.max_retries} with parameters that are DTensors: ranks that "
@@ -42,7 +42,7 @@ def run_with_retries(
     with generators.locked():
         before = generators.states()
         while True:
-            attempt = _run_with_rng(flat_state, run_window, flat_scaler)
+            attempt = _run_once(flat_state, run_window, flat_scaler)
             if best is None or bool(attempt.num_overflows < best.num_overflows):
                 best = attempt
             lower = None
@@ -54,7 +54,7 @@ def run_with_retries(
             generators.restore(before)
 
 
-def _run_with_rng(
+def _run_once(
     flat_state: FlatState, run_window: RunWindow, flat_scaler: FlatTree
 ) -> MeasuredWindow:
     """Run a window with the random numbers of the state, if it has some."""

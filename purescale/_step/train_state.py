@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
-from .._grads.clip import Clip
+from .._grads.clip import ClipSettings
 from .._loss_scale.rules import Rule, RuleTraits, State, StaticScale, check_rule
 from .._optim.optimizer import FlatOptimizer, Optimizer, check_optimizer
 from .._step.forward_backward import LossFn
@@ -229,7 +229,7 @@ class TrainStepOptions(NamedTuple):
     loss_fn: LossFn
     optimizer: FlatOptimizer
     rule: Rule[Any]
-    clip: Clip
+    clip: ClipSettings
     weight_fn: Callable[[Any], float | Tensor] | None
     on_nonfinite: OnNonfinite
     bn_update: BNUpdate
@@ -247,7 +247,7 @@ class TrainStepOptions(NamedTuple):
 
     @property
     def measures_microbatches(self) -> bool:
-        """True if each microbatch is measured; False if the mean alone is."""
+        """True if each microbatch of several is measured; False if the mean alone is."""
         return self.drops_microbatches or self.max_retries > 0
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
-from .._grads.clip import as_clip
+from .._grads.clip import as_clip_settings
 from .._grads.measure import StatsOptions, measure_and_unscale
 from .._loss_scale.rules import Rule, check_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
@@ -161,7 +161,7 @@ def train_step(
             loss_fn=loss_fn,
             optimizer=as_flat_optimizer(optimizer),
             rule=rule,
-            clip=as_clip(max_norm, clip_value, norm_type),
+            clip=as_clip_settings(max_norm, clip_value, norm_type),
             weight_fn=weight_fn,
             on_nonfinite=on_nonfinite,
             bn_update=bn_update,
@@ -197,7 +197,7 @@ def _run_stages(
         options.clip.norm_type,
         amax=options.rule_traits.takes_amax,
         nan_norm_is_inf=len(microbatches) > 1,
-        all_readable=flat_state.prepared_step.facts.all_readable,
+        all_readable=flat_state.inputs.all_readable,
     )
     pooled = options.bn_update == "window"
     accumulate = accumulate_with_pooled_statistics if pooled else accumulate_microbatches
@@ -221,7 +221,7 @@ def _run_stages(
     # Before anything is overwritten: what rule and guard return may be refused.
     control = advance_control(options, flat_state, measured, decision, guard_state)
     stepped = options.optimizer.run_step(
-        flat_state.prepared_step,
+        flat_state.inputs,
         decision.grads,
         decision.skip_or_none,
         in_place=may_write.params_and_state,

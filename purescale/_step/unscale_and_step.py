@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._distributed.process_group import Group
-from .._grads.clip import as_clip, refuse_complex
+from .._grads.clip import as_clip_settings, refuse_complex
 from .._grads.measure import StatsOptions, measure_and_unscale
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
@@ -63,7 +63,8 @@ def maybe_step(
         opt_state: The state of the optimizer.
         found_inf: 0-d bool. If it is True, parameters and optimizer state come back bit for bit,
             but for the count of iterations that `schedule_by="iteration"` asks for; no value is
-            read on an accelerator to decide this.
+            read on an accelerator to decide this, but for a class with a `step` of your own, whose
+            first step may add to its state.
         donate: `params` and `opt_state` may be overwritten; the caller gives them up. Same bits.
             Inside torch.compile, no two donated tensors may share memory, because that cannot be
             seen there.
@@ -87,14 +88,12 @@ def maybe_step(
     optimizers.
     """
     flat_optimizer = as_flat_optimizer(optimizer)
-    prepared_step, gradients = flat_optimizer.prepare_with_grads(params, grads, opt_state)
-    inputs = prepared_step.inputs
+    inputs, gradients, _ = flat_optimizer.prepare_with_grads(params, grads, opt_state)
     skip = as_flag(found_inf, like=next(iter(inputs.params), None))
     in_place = (
-        donate
-        and decide_writes_by_hand(flat_optimizer, prepared_step, gradients, [skip]).params_and_state
+        donate and decide_writes_by_hand(flat_optimizer, inputs, gradients, [skip]).params_and_state
     )
-    return flat_optimizer.run_step(prepared_step, gradients, skip, in_place=in_place)
+    return flat_optimizer.run_step(inputs, gradients, skip, in_place=in_place)
 
 
 @hint_keywords
@@ -123,7 +122,7 @@ def unscale_and_step(
     gradients, a pass that unscales comes between them. Flags, skips, counts and values are those of
     the parts, bit for bit, except with `max_norm` and these classes: values then agree to 1e-6,
     because unscaling and clipping are one division. On an accelerator and while tracing no value is
-    read.
+    read, but for an optimizer that runs a `step` of your own, as in `maybe_step`.
 
     Args:
         optimizer: As in `maybe_step`.
@@ -162,11 +161,11 @@ def unscale_and_step(
         >>> unscale_and_step(sgd, scaler, params, grads, sgd.init(params)).params
         {'w': tensor([0.5000])}
     """
-    clip = as_clip(max_norm, clip_value, norm_type)
+    clip = as_clip_settings(max_norm, clip_value, norm_type)
     flat_optimizer = as_flat_optimizer(optimizer)
     scale = scaler.scale
 
-    prepared_step, grads = flat_optimizer.prepare_with_grads(
+    inputs, grads, [flat_scaler] = flat_optimizer.prepare_with_grads(
         params, scaled_grads, opt_state, scaler
     )
     check_scale(scale, params, grads.templates, "grads", grads.tensor_list)
@@ -174,10 +173,9 @@ def unscale_and_step(
         refuse_complex(params, grads.templates, "grads")
     may_write = MayWrite()
     if donate:
-        _, flat_scaler = prepared_step.other_trees
         of_scaler = [leaf for leaf in flat_scaler.leaves if isinstance(leaf, Tensor)]
         read_only = [*of_scaler, *clip.tensor_bounds]
-        may_write = decide_writes_by_hand(flat_optimizer, prepared_step, grads, read_only)
+        may_write = decide_writes_by_hand(flat_optimizer, inputs, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.
     owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(pending=Pending(divisor=scale), owned=owned)
@@ -186,11 +184,11 @@ def unscale_and_step(
         amax=amax,
         group=group,
         norm_group=norm_group,
-        all_readable=prepared_step.facts.all_readable,
+        all_readable=inputs.all_readable,
     )
     stats, grads = measure_and_unscale(grads, scale, stats_options)
     decision = decide(stats, clip, grads)
     stepped = flat_optimizer.run_step(
-        prepared_step, decision.grads, decision.skip_or_none, in_place=may_write.params_and_state
+        inputs, decision.grads, decision.skip_or_none, in_place=may_write.params_and_state
     )
     return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

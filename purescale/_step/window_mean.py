@@ -41,7 +41,7 @@ class WindowMean:
     ) -> None:
         self.options = options
         self.weights, self.forward_backward = weights, forward_backward
-        self.scale, self.in_place = forward_backward.scale, forward_backward.returns_detached
+        self.scale, self.in_place = forward_backward.scale, forward_backward.off_graph
         self.pending = Pending(divisor=self.scale)
         self.stays_scaled = not options.drops_microbatches
         self.measures_microbatches = options.measures_microbatches
@@ -54,13 +54,13 @@ class WindowMean:
         """True if each gradient can be added as its backward makes it, and is large: all those of a
         microbatch beside the mean need as much memory again.
         """
-        params = self.forward_backward.flat_params.tensor_list
+        param_list = self.forward_backward.flat_params.tensor_list
         return (
             self.in_place
             and not self.measures_microbatches
             and not self.forward_backward.context.in_make_fx
-            and params.dense_without_history
-            and params.num_elements > _LARGE * len(params.tensors)
+            and param_list.dense_without_history
+            and param_list.num_elements > _LARGE * len(param_list.tensors)
             and not any([isinstance(share, Tensor) for share in self.weights.shares])
         )
 
@@ -78,8 +78,8 @@ class WindowMean:
         """Add the gradients of a microbatch to the mean. Return True if it counts for the
         buffers.
         """
-        params = self.forward_backward.flat_params.tensor_list
-        grads = as_gradients(leaves, self.pending, params=params)
+        param_list = self.forward_backward.flat_params.tensor_list
+        grads = as_gradients(leaves, self.pending, param_list=param_list)
         has_weight = self.weights.has_weight[index]
         if self.measures_microbatches:
             self.overflows.append(measure(grads, self.scale).overflow)
@@ -119,7 +119,7 @@ class WindowMean:
             present = source.present_params
             zeros = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in present]
             sums = as_gradients(zeros).tensors
-        params = source.flat_params
-        mean = as_gradients(sums, pending, owned=self.in_place, params=params.tensor_list)
-        is_dense = params.tensor_list.dense_without_history or are_plain_dense(params.leaves)
-        return mean._replace(templates=params.leaves, all_plain_dense=is_dense)
+        leaves, param_list = source.flat_params.leaves, source.flat_params.tensor_list
+        mean = as_gradients(sums, pending, owned=self.in_place, param_list=param_list)
+        is_dense = param_list.dense_without_history or are_plain_dense(leaves)
+        return mean._replace(templates=leaves, all_plain_dense=is_dense)

@@ -42,7 +42,7 @@ class WindowResult(NamedTuple):
     reduction: Reduction | None = None  # on its way to the other ranks
     # as `Totals`; None if the weights have no `unnormalized`
     totals_row: Tensor | None = None
-    drops_overflows: bool = False  # microbatches that overflowed are not in the mean
+    excludes_overflows: bool = False  # microbatches that overflowed are not in the mean
     # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
     pending_fraction: Tensor | None = None
 
@@ -169,7 +169,7 @@ def window_flags(window: WindowResult, overflow: Tensor) -> WindowFlags | None:
         return None
     nonzero = Totals.of(totals_row > 0)
     num_overflows = Totals.of(totals_row).num_overflowed.to(torch.int64)
-    if window.drops_overflows:
+    if window.excludes_overflows:
         skip, retryable = ~nonzero.num_good | overflow, nonzero.num_retryable
         return WindowFlags(nonzero.num_overflowed, skip, retryable, num_overflows)
     skip = nonzero.num_invalid | nonzero.num_overflowed | ~nonzero.num_good | overflow

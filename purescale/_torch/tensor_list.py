@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch import private
-from .._torch.foreach import are_contiguous, by_kind, is_gapless
+from .._torch.foreach import are_gapless, by_kind
 from .._torch.tracing import PLAIN_TYPES
 
 
@@ -91,7 +91,7 @@ class TensorList:
 
     def shares_metadata(self, other: TensorList) -> bool:
         """Return True if both are known to differ in values only: they are alike in a plan, or
-        `as_gradients(params=...)` has compared them.
+        `as_gradients(param_list=...)` has compared them.
         """
         return self.metadata is other.metadata
 
@@ -122,12 +122,8 @@ class TensorList:
         return by_kind(self.tensors)
 
     @cached_by_metadata
-    def are_contiguous(self) -> bool:
-        return are_contiguous(self.tensors)
-
-    @cached_by_metadata
     def are_gapless(self) -> bool:
-        return self.are_contiguous or all(map(is_gapless, self.tensors))
+        return are_gapless(self.tensors)
 
     @cached_by_metadata
     def any_requires_grad(self) -> bool:

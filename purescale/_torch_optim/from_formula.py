@@ -13,8 +13,8 @@ from torch import Tensor
 from .._optim.opt_state import numbers_of
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
 from .._torch_optim.formulas import SIZES, Formula, LeafSlots, NewLeaf, Settings
-from .._torch_optim.group_optimizer import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._torch_optim.in_state import copied_number
+from .._torch_optim.param_group_optimizer import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._torch_optim.schedule import Schedule, ScheduleBy
 from .._torch_optim.settings import OptimizerConfig, OptimizerSpec, Overrides
 from .._torch_optim.slots import NO_SLOTS, STEP

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch_optim.formulas import formula_of
-from .._torch_optim.group_optimizer import KernelOrFormulaOptimizer, ParamGroupOptimizer
+from .._torch_optim.param_group_optimizer import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._torch_optim.schedule import Schedule, ScheduleBy
 from .._torch_optim.settings import Counts, OptimizerConfig, OptimizerSpec, Overrides
 from .._torch_optim.user_class import UserClassOptimizer

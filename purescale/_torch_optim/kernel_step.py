@@ -75,10 +75,8 @@ class KernelStep:
         """Return the plan of a step."""
         leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
-        slot_lists, grad_indices = (
-            slot_lists_of(state, inputs.param_structure),
-            inputs.param_structure.grad_indices,
-        )
+        slot_lists = slot_lists_of(state, inputs.param_structure)
+        grad_indices = inputs.param_structure.grad_indices
         launches = self.plan_launches(inputs.param_list, grad_indices, slot_lists, groups)
         pairs = [
             pair
@@ -87,7 +85,7 @@ class KernelStep:
             if slots
             for pair in zip(launch.param_and_slot_indices[0], slots, strict=True)
         ]
-        dense = inputs.dense_leaves
+        dense = inputs.all_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         in_order = slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         fits = is_dense and in_order
@@ -95,7 +93,7 @@ class KernelStep:
 
     def plan_launches(
         self,
-        params: TensorList,
+        param_list: TensorList,
         grad_indices: Sequence[int | None],
         slot_lists: SlotLists,
         groups: list[ParamGroup],
@@ -106,7 +104,7 @@ class KernelStep:
         launches = []
         for group in groups:
             members, settings = set(group.indices), group.settings
-            for same_kind in params.indices_by_kind:
+            for same_kind in param_list.indices_by_kind:
                 grad_index_of = {n: grad_indices[n] for n in same_kind if n in members}
                 indices = [n for n, index in grad_index_of.items() if index is not None]
                 present_grad_indices = [

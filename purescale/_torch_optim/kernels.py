@@ -44,16 +44,16 @@ class FusedKernel:
     reads_counts: bool = True  # it reads the number of the step
     supports_skip: ClassVar[bool] = True  # the flag of a skip that the host has not read
 
-    def supports_tensors(self, params: TensorList, context: CallContext) -> bool:
+    def supports_tensors(self, param_list: TensorList, context: CallContext) -> bool:
         """Return True if it is right for these parameters: on an accelerator whose kernels unscale
         and skip; on a CPU only in float32 and float64, because in half precision it leaves whole
         vector lanes unchanged.
         """
-        for device in params.devices:
-            on_cpu = device.type == "cpu" and params.dtypes <= _FULL_PRECISION
+        for device in param_list.devices:
+            on_cpu = device.type == "cpu" and param_list.dtypes <= _FULL_PRECISION
             if not (on_cpu or device.type in DEVICES_THAT_SKIP):
                 return False
-        return all([dtype.is_floating_point for dtype in params.dtypes])
+        return all([dtype.is_floating_point for dtype in param_list.dtypes])
 
     def bind(self, settings: Settings) -> Callable[..., None]:
         """Return torch's function with these settings."""
@@ -100,7 +100,7 @@ class FusedKernel:
 
     def run(self, call: KernelCall, skip: Tensor | None) -> None:
         """Make the call. It divides the gradients itself if it can."""
-        if not _supports_grads(call):
+        if not _grads_are_ready(call):
             call = call._replace(grads=_grads_for_kernel(call))
         divisor = call.grads.pending.divisor
         found_inf = None if skip is None else skip.to(call.params[0].device, torch.float32)
@@ -131,12 +131,14 @@ class ForLoopKernel:
     reads_counts: ClassVar[bool] = True
     supports_skip: ClassVar[bool] = False
 
-    def supports_tensors(self, params: TensorList, context: CallContext) -> bool:
+    def supports_tensors(self, param_list: TensorList, context: CallContext) -> bool:
         """Return True if it may step these parameters in place of the formula."""
         readable = (
-            context.host_can_read_cpu and params.are_on_cpu and are_comparable(params.tensors)
+            context.host_can_read_cpu
+            and param_list.are_on_cpu
+            and are_comparable(param_list.tensors)
         )
-        return readable and params.dtypes <= _FULL_PRECISION
+        return readable and param_list.dtypes <= _FULL_PRECISION
 
     def bind(self, settings: Settings) -> Callable[..., None]:
         """Return the function with these settings."""
@@ -253,7 +255,7 @@ class KernelCall(NamedTuple):
     grads_match_params: bool = False
 
 
-def _supports_grads(call: KernelCall) -> bool:
+def _grads_are_ready(call: KernelCall) -> bool:
     """Return True if a fused kernel takes the gradients as they are. It can divide, by a float32
     number only, and overwrites the gradients with the result.
     """

@@ -267,7 +267,7 @@ class OptimizerConfig:
                 return (index,)
         return matching
 
-    def step_settings(self, opt_state: OptState) -> StepSettings:
+    def evaluate_settings(self, opt_state: OptState) -> StepSettings:
         """Return the settings of the next step that may differ from those of the last one."""
         if self.settings_are_constant:
             return self.no_step_settings

@@ -92,8 +92,8 @@ def _current_groups(
     """
     config.check(opt_state)
     zero = torch.zeros_like(opt_state.applied)
-    first = config.step_settings(opt_state._replace(applied=zero, iteration=zero))
-    now, stored = config.step_settings(opt_state), stored_settings(opt_state)
+    first = config.evaluate_settings(opt_state._replace(applied=zero, iteration=zero))
+    now, stored = config.evaluate_settings(opt_state), stored_settings(opt_state)
     defaults = _with_initial(config.for_all, now.for_all, first.for_all, stored)
     if initial_lr is not None:
         defaults["initial_lr"] = float(initial_lr)

@@ -12,8 +12,8 @@ from .._optim.opt_state import OptState, with_step_counted
 from .._optim.param_structure import foreign_parameters_error
 from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
-from .._torch_optim.group_optimizer import ParamGroupOptimizer
 from .._torch_optim.in_state import read_numbers
+from .._torch_optim.param_group_optimizer import ParamGroupOptimizer
 from .._torch_optim.settings import ParamGroup, StepSettings
 from .._torch_optim.torch_state_dict import as_tensors, with_python_scalars
 from .._tree import pytree

@@ -121,28 +121,28 @@ class TreeCache(MetadataCache[TreeEntry]):
             return flat_trees, entry.value
         return None
 
-    def insert(self, context: CallContext, trees: Sequence[FlatTree], value: Any) -> None:
+    def insert(self, context: CallContext, flat_trees: Sequence[FlatTree], value: Any) -> None:
         """Keep a value for trees like these, if all leaves are dense and off every graph, in
         containers of Python's that keep nothing of a user's alive. Trees that hold one tensor twice
         are not kept, because their matcher never matches.
         """
-        all_dense = all([tree.tensor_list.dense_without_history for tree in trees])
+        all_dense = all([tree.tensor_list.dense_without_history for tree in flat_trees])
         if not (context.reuses_plans and all_dense):
             return
-        arguments = tuple([tree.tree for tree in trees])
+        arguments = tuple([tree.tree for tree in flat_trees])
         leaves, structure = flatten(arguments)
         if len(set(map(id, leaves))) < len(leaves) or not is_of_builtins(structure):
             return
-        ends = list(itertools.accumulate([len(tree.leaves) for tree in trees], initial=0))
+        ends = list(itertools.accumulate([len(tree.leaves) for tree in flat_trees], initial=0))
         slices, structures = map(slice, ends, ends[1:]), structure.children()  # type: ignore[attr-defined]
         entry = TreeEntry(
             structure,
             nodes=_nodes_below(arguments),
-            parts=list(zip(slices, structures, _metadata_of(trees), strict=True)),
+            parts=list(zip(slices, structures, _metadata_of(flat_trees), strict=True)),
             may_have_graph=any(map(_requires_grad, leaves)),
             value=value,
         )
-        self.add(leaves, (context, len(trees)), entry)
+        self.add(leaves, (context, len(flat_trees)), entry)
 
 
 def _has_form(root: tuple[Tree, ...], nodes: list[Node]) -> bool:
@@ -158,10 +158,10 @@ def _has_form(root: tuple[Tree, ...], nodes: list[Node]) -> bool:
     return True
 
 
-def _metadata_of(trees: Sequence[FlatTree]) -> list[ListMetadata]:
+def _metadata_of(flat_trees: Sequence[FlatTree]) -> list[ListMetadata]:
     """Return the metadata of each tree, which trees whose leaves are alike share."""
     of_trees: list[ListMetadata] = []
-    for tree in trees:
+    for tree in flat_trees:
         alike = (each for each in of_trees if each.matcher and each.matcher(tree.leaves))
         of_trees.append(next(alike, None) or ListMetadata(metadata_matcher(tree.leaves)))
     return of_trees

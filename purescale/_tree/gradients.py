@@ -22,7 +22,7 @@ class Pending(NamedTuple):
     of leaves and shards are stepped alone.
     """
 
-    divisor: Tensor | None = None  # the scale of the loss
+    divisor: Tensor | None = None  # the scale of the loss; for a kernel, over the clip factor
     # of clipping, in the widest dtype of the device; a float where the host knows it
     clip_factor: float | Tensor | None = None
     clip_value: float | Tensor | None = None
@@ -52,11 +52,11 @@ class Gradients(NamedTuple):
         return cls(TensorList(tensors), tensors, True, pending, owned)
 
     @classmethod
-    def of(cls, grads: FlatTree) -> Gradients:
+    def of(cls, flat_grads: FlatTree) -> Gradients:
         """Return checked leaves as gradients. A partial DTensor is reduced."""
-        if grads.tensor_list.dense_without_history:
-            return cls(grads.tensor_list, grads.leaves, True)
-        return as_gradients(grads.leaves)
+        if flat_grads.tensor_list.dense_without_history:
+            return cls(flat_grads.tensor_list, flat_grads.leaves, True)
+        return as_gradients(flat_grads.leaves)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -95,7 +95,7 @@ class Gradients(NamedTuple):
             templates = [present_templates[index] for index in indices]
         return self._replace(tensor_list=tensor_list, templates=templates)
 
-    def donated(self, others: Sequence[Any]) -> Gradients:
+    def owned_unless_shared(self, others: Sequence[Any]) -> Gradients:
         """Return them, which were given up, owned if `others` do not share their memory."""
         return self._replace(owned=donation.can_write_each([self.tensor_list], others)[0])
 
@@ -164,13 +164,15 @@ def as_gradients(
     pending: Pending = NOTHING_PENDING,
     *,
     owned: bool = False,
-    params: TensorList | None = None,
+    param_list: TensorList | None = None,
 ) -> Gradients:
     """Return checked leaves as dense, real, strided tensors. A partial DTensor is reduced. What is
-    known of `params`, of which these are the gradients, is known of them if they are alike.
+    known of `param_list`, of which these are the gradients, is known of them if they are alike.
     """
-    if params is not None and params.matches(leaves):
-        return Gradients(TensorList(list(leaves), params.metadata), leaves, True, pending, owned)
+    if param_list is not None and param_list.matches(leaves):
+        return Gradients(
+            TensorList(list(leaves), param_list.metadata), leaves, True, pending, owned
+        )
     if are_plain_dense(leaves):
         return Gradients.of_dense(list(leaves), pending, owned=owned)
     templates = [dtensor.reduce_partial(leaf) for leaf in leaves]

@@ -71,28 +71,28 @@ def flatten_gradients(grads: Tree) -> FlatTree:
     return flat
 
 
-def grads_like_params(params: FlatTree, grads: Tree) -> FlatTree:
-    """Return `grads` with its leaves in the order of `params`. Refuse, naming the leaf, a gradient
-    that does not fit its parameter.
+def grads_like_params(flat_params: FlatTree, grads: Tree) -> FlatTree:
+    """Return `grads` with its leaves in the order of the parameters. Refuse, naming the leaf, a
+    gradient that does not fit its parameter.
     """
-    gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
-    tensor_list, of_params = as_tensor_list(gradients), params.tensor_list
-    flat_grads = FlatTree(grads, gradients, params.structure, tensor_list)
+    gradients = leaves_like("grads", grads, "params", flat_params.tree, flat_params.structure)
+    tensor_list, of_params = as_tensor_list(gradients), flat_params.tensor_list
+    flat_grads = FlatTree(grads, gradients, flat_params.structure, tensor_list)
     both_dense = of_params.dense_without_history and tensor_list.dense_without_history
     if both_dense and are_real_floating(tensor_list.dtypes):
-        shapes = list(map(_shape, gradients)), list(map(_shape, params.leaves))
-        devices = list(map(_device, gradients)), list(map(_device, params.leaves))
+        shapes = list(map(_shape, gradients)), list(map(_shape, flat_params.leaves))
+        devices = list(map(_device, gradients)), list(map(_device, flat_params.leaves))
         if shapes[0] == shapes[1] and devices[0] == devices[1]:
             return flat_grads
-    check_gradients(params.tree, gradients)
-    for index, (gradient, param) in enumerate(zip(gradients, params.leaves, strict=True)):
+    check_gradients(flat_params.tree, gradients)
+    for index, (gradient, param) in enumerate(zip(gradients, flat_params.leaves, strict=True)):
         if gradient is None:
             continue
         cause = "no parameter there" if param is None else mismatch_reason(gradient, param)
         if cause:
             raise ValueError(
-                f"{path(params.tree, 'grads', index)} has {cause}. Fix: the gradients of these "
-                "params, `value_and_grad(loss_fn)(params, buffers, batch, scaler=scaler)`."
+                f"{path(flat_params.tree, 'grads', index)} has {cause}. Fix: the gradients of "
+                "these params, `value_and_grad(loss_fn)(params, buffers, batch, scaler=scaler)`."
             )
     return flat_grads
 
@@ -155,12 +155,14 @@ def check_names(dotted_names: Sequence[str]) -> None:
         )
 
 
-def check_parameters(params: FlatTree, name: str = "params") -> None:
+def check_parameters(flat_params: FlatTree, name: str = "params") -> None:
     """Refuse, naming the leaf, a leaf that cannot be a parameter."""
-    if params.tensor_list.dense_without_history and are_real_floating(params.tensor_list.dtypes):
+    if flat_params.tensor_list.dense_without_history and are_real_floating(
+        flat_params.tensor_list.dtypes
+    ):
         return
-    for index, leaf in leaves_to_check(params.leaves):
-        check_leaf(leaf, path(params.tree, name, index), "parameter")
+    for index, leaf in leaves_to_check(flat_params.leaves):
+        check_leaf(leaf, path(flat_params.tree, name, index), "parameter")
 
 
 def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:

@@ -115,9 +115,9 @@ class Wrapper(FlatOptimizer):
             params = stand_ins(params, wide)
         return inputs.with_params_and_state(params, self.inner_state(inputs.opt_state))
 
-    def step_settings(self, opt_state: Tree) -> Any:
+    def evaluate_settings(self, opt_state: Tree) -> Any:
         """Return the settings of the inner optimizer's step."""
-        return self.flat_optimizer.step_settings(self.inner_state(opt_state))
+        return self.flat_optimizer.evaluate_settings(self.inner_state(opt_state))
 
     def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients."""
@@ -142,7 +142,7 @@ class Wrapper(FlatOptimizer):
             return super().step_or_skip(inputs, grads, skip, in_place=in_place)
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if inputs.context.traced:
-            unscaled = self.unscaled_or_zeroed(inputs, grads, skip)
+            unscaled = self.prepare_grads(inputs, grads, skip)
             new, chosen = self._step_piece(pieces[0], inputs, unscaled, skip)
             before, after, structure = matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))

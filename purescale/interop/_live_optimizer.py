@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from .._optim.opt_state import OptState, is_wrapped
 from .._torch_optim.from_torch import from_torch, optimizer_of, spec_of_class
-from .._torch_optim.group_optimizer import ParamGroupOptimizer
 from .._torch_optim.in_state import read_numbers
+from .._torch_optim.param_group_optimizer import ParamGroupOptimizer
 from .._torch_optim.schedule import ScheduleBy
 from .._torch_optim.settings import IMPLEMENTATION_FLAGS, OptimizerConfig
 from .._torch_optim.torch_state_dict import common_value, with_python_scalars, write_state_dict

@@ -18,7 +18,7 @@ from .._module.registered import load_into
 from .._optim.opt_state import OptState
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
-from .._torch_optim.group_optimizer import ParamGroupOptimizer
+from .._torch_optim.param_group_optimizer import ParamGroupOptimizer
 from .._torch_optim.schedule import ScheduleBy
 from .._tree.pytree import join_names
 from .._tree.scalars import checked_positive, checked_whole, increment

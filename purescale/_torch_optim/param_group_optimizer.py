@@ -76,7 +76,7 @@ class ParamGroupOptimizer(FlatOptimizer):
         if named:  # torch checks shapes, and needs no memory for it
             shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in named.values()]
             self.config.spec.construct(shapes, self.config.for_all.values)
-        return opt_state, self._init_slots(named, self.config.step_settings(opt_state))
+        return opt_state, self._init_slots(named, self.config.evaluate_settings(opt_state))
 
     def _checked_groups(self, inputs: StepInputs) -> list[ParamGroup]:
         """Return the groups of a step. Refuse what is not a state of this optimizer."""
@@ -98,9 +98,9 @@ class ParamGroupOptimizer(FlatOptimizer):
             self.config.check_override_patterns(names)
         return self.config.build_param_groups(names)
 
-    def step_settings(self, opt_state: OptState) -> StepSettings:
+    def evaluate_settings(self, opt_state: OptState) -> StepSettings:
         """Return the settings of a step that may differ from those of the step before."""
-        return self.config.step_settings(opt_state)
+        return self.config.evaluate_settings(opt_state)
 
     # ---- state dicts
 
@@ -249,9 +249,9 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         return self._formula_step(inputs, grads)
 
 
-def _check_counts(config: OptimizerConfig, params: ParamStructure) -> None:
+def _check_counts(config: OptimizerConfig, param_structure: ParamStructure) -> None:
     """Refuse a gradient that is None where one count stands for the steps of all parameters."""
-    pairs = zip(params.names, params.grad_indices, strict=True)
+    pairs = zip(param_structure.names, param_structure.grad_indices, strict=True)
     if missing := [name for name, index in pairs if index is None]:
         raise ValueError(
             f"grads: that of {missing[0]} is None, and opt_state has one count of steps for all "

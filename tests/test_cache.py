@@ -151,16 +151,19 @@ def test_a_wrong_argument_is_refused_with_the_same_words(what, monkeypatch):
     assert remembering == refused()
 
 
-def test_the_state_of_another_class_is_refused_where_its_metadata_is_known():
-    params, scaler = parameters(), RULE.init()
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "SGD"])
+def test_the_state_of_another_class_is_refused_also_where_its_metadata_is_known(name):
+    params, scaler, momentum = parameters(), RULE.init(), {"momentum": 0.9} if name == "SGD" else {}
     grads = {name: torch.ones_like(p) for name, p in params.items()}
-    adamw, adagrad = (ps.from_torch(getattr(torch.optim, n), lr=0.1) for n in ("AdamW", "Adagrad"))
-    for optimizer in (adamw, adagrad):
-        ps.unscale_and_step(optimizer, scaler, params, grads, optimizer.init(params))
-    for optimizer, other in ((adamw, adagrad), (adagrad, adamw)):
-        state = other.init(params)
-        with pytest.raises(ValueError, match="opt_state"):
-            ps.unscale_and_step(optimizer, scaler, params, grads, state)
+    optimizer = ps.from_torch(getattr(torch.optim, name), lr=0.1, **momentum)
+    adagrad = ps.from_torch(torch.optim.Adagrad, lr=0.1)
+    pairs = (optimizer, adagrad, name), (adagrad, optimizer, "Adagrad")
+    for _ in range(2):
+        for each, other, kind in pairs:
+            with pytest.raises(ValueError, match=rf"opt_state has no .* that {kind} keeps"):
+                ps.unscale_and_step(each, scaler, params, grads, other.init(params))
+        for each in (optimizer, adagrad):
+            ps.unscale_and_step(each, scaler, params, grads, each.init(params))
 
 
 def test_no_tensor_is_kept_alive():

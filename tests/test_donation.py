@@ -8,16 +8,7 @@ import hypothesis.strategies as st
 import optree
 import pytest
 import torch
-from helpers import (
-    Untouched,
-    at,
-    batch,
-    clone,
-    job,
-    same_bits,
-    started,
-    tensors,
-)
+from helpers import Untouched, at, batch, clone, job, same_bits, started, tensors
 from hypothesis import given
 from torch import Tensor
 

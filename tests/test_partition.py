@@ -7,15 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (
-    Untouched,
-    assert_close,
-    clone,
-    examples,
-    in_processes,
-    same_bits,
-    tensors,
-)
+from helpers import Untouched, assert_close, clone, examples, in_processes, same_bits, tensors
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch import nn

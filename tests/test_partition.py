@@ -25,7 +25,7 @@ ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
 MUON = ps.from_torch(torch.optim.Muon, lr=0.02)
 MOMENTUM = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 RMSPROP = ps.from_torch(torch.optim.RMSprop, lr=1e-2)
-GO, SKIP = torch.tensor(False), torch.tensor(True)
+GO, SKIP, ONE = torch.tensor(False), torch.tensor(True), torch.ones(1)
 
 
 def by_shape(name, param):
@@ -34,6 +34,10 @@ def by_shape(name, param):
 
 def made(matrices=MUON, others=ADAMW, label=by_shape):
     return ps.partition({"matrices": matrices, "others": others}, label)
+
+
+def on(accelerator):
+    return tracing.as_on_an_accelerator() if accelerator else contextlib.nullcontext()
 
 
 def randn(shape, seed):
@@ -70,15 +74,9 @@ def alone(optimizers, label, params, grads, state):
 # ---- the bits of each part -----------------------------------------------------------------------
 
 EACH = ps.from_torch(torch.optim.AdamW, lr=1e-2, counts="each")
-some = st.sampled_from(
-    [
-        EACH,
-        MOMENTUM,
-        ps.from_torch(torch.optim.RMSprop, lr=1e-2, counts="each"),
-        ps.with_master_weights(EACH),
-        ps.with_stochastic_rounding(MOMENTUM),
-    ]
-)
+OF_RMSPROP = ps.from_torch(torch.optim.RMSprop, lr=1e-2, counts="each")
+OF_WRAPPERS = [ps.with_master_weights(EACH), ps.with_stochastic_rounding(MOMENTUM)]
+some = st.sampled_from([EACH, MOMENTUM, OF_RMSPROP, *OF_WRAPPERS])
 
 
 @examples(12)
@@ -107,7 +105,7 @@ def test_each_part_has_the_bits_of_its_optimizer_alone(
     found = params, state
     for seed in range(2):
         grads = {n: None if n == str(absent) else g for n, g in grads_of(params, seed).items()}
-        with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+        with on(forced):
             expected = alone(optimizers, label, params, grads, state)
             found = ps.maybe_step(optimizer, *clone((found[0], grads, found[1])), GO, donate=donate)
         assert same_bits(found, expected)
@@ -212,13 +210,9 @@ def test_an_inf_in_one_gradient_skips_every_bit_of_every_part(bad, forced):
     grads = grads_of(params, 1)
     grads[bad] = grads[bad] * torch.nan
     for donate in (False, True):
-        given = clone((params, grads, state))
-        step = functools.partial(ps.unscale_and_step, optimizer, scaler, max_norm=1.0)
-        if forced:
-            with tracing.as_on_an_accelerator():
-                out = step(*given, donate=donate)
-        else:
-            out = step(*given, donate=donate)
+        trees = clone((params, grads, state))
+        with on(forced):
+            out = ps.unscale_and_step(optimizer, scaler, *trees, max_norm=1.0, donate=donate)
         assert out.found_inf
         assert same_bits((out.params, out.opt_state), (params, state))
 
@@ -239,7 +233,7 @@ def test_a_donated_step_writes_into_all_that_it_was_given(forced, matrices):
     optimizer = made(matrices, ADAMW)
     params, state = params_of(), optimizer.init(params_of())
     places = [t.data_ptr() for t in tensors((params, state)) if t.is_floating_point()]
-    with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+    with on(forced):
         found = ps.maybe_step(optimizer, params, grads_of(params, 0), state, GO, donate=True)
     assert [t.data_ptr() for t in tensors(found) if t.is_floating_point()] == places
 
@@ -262,7 +256,7 @@ def test_memory_that_two_parts_share_is_copied(what, forced):
         at["up"], at["embed"] = shared.view(4, 3), shared[5:]
     expected = ps.unscale_and_step(optimizer, scaler, *clone((params, grads, state)), 1.0)
     before = shared.clone()
-    with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+    with on(forced):
         found = ps.unscale_and_step(optimizer, scaler, params, grads, state, 1.0, donate=True)
     assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert what == "flag" or same_bits(shared, before)
@@ -311,8 +305,7 @@ def test_another_label_is_never_served_by_an_old_graph():
     step = torch.compile(
         lambda optimizer, p, g, s: optimizer.step(p, g, s), fullgraph=True, backend="eager"
     )
-    params = {name: torch.zeros(1) for name in "xy"}
-    ones = {name: torch.ones(1) for name in "xy"}
+    params, ones = dict.fromkeys("xy", torch.zeros(1)), dict.fromkeys("xy", ONE)
     for chosen in "xyx":
         optimizer = made(slow, fast, chosen_one(chosen))
         found = step(optimizer, params, ones, optimizer.init(params))[0]
@@ -320,10 +313,7 @@ def test_another_label_is_never_served_by_an_old_graph():
 
 
 def test_labels_that_were_remembered_are_those_of_this_partition_and_of_these_names():
-    params, ones = (
-        {n: torch.full((1,), 8.0 * ord(n)) for n in "xy"},
-        {n: torch.ones(1) for n in "xy"},
-    )
+    params, ones = {n: torch.full((1,), 8.0 * ord(n)) for n in "xy"}, dict.fromkeys("xy", ONE)
     slow, fast = (ps.from_torch(torch.optim.SGD, lr=lr) for lr in (1.0, 2.0))
     for chosen in "xyx":
         optimizer = made(slow, fast, chosen_one(chosen))
@@ -378,16 +368,9 @@ def test_a_state_is_saved_and_loaded_and_that_of_other_parts_is_refused(tmp_path
 
 
 def test_ranks_are_told_of_another_label_and_of_another_part():
-    texts = {
-        describe_setting(each)
-        for each in (
-            made(),
-            made(MOMENTUM),
-            made(label=lambda n, p: "others"),
-            ps.partition({"others": ADAMW, "more": MUON}, by_shape),
-        )
-    }
-    assert len(texts) == 4
+    other_parts = ps.partition({"others": ADAMW, "more": MUON}, by_shape)
+    others = made(MOMENTUM), made(label=lambda n, p: "others"), other_parts
+    assert len(set(map(describe_setting, (made(), *others)))) == 4
     assert describe_setting(made()) == describe_setting(made())
 
 
@@ -414,7 +397,7 @@ def test_a_wrapper_around_has_the_bits_of_wrappers_within(around, forced):
     for seed, flag in enumerate([GO, SKIP, GO]):
         for donate in (False, True):
             grads = grads_of(params, seed)
-            with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+            with on(forced):
                 one = ps.maybe_step(outer, one[0], grads, one[1], flag, donate=donate)
                 two = ps.maybe_step(inner, two[0], grads, two[1], flag, donate=donate)
             if forced:  # the unfused formulas run over other lists
@@ -435,33 +418,18 @@ def test_narrow_moments_go_around_parts_without_wrappers_only():
     assert state["others"].slots["exp_avg"]["norm"].dtype is torch.bfloat16
 
 
-def test_a_part_may_be_stepped_by_an_optimizer_that_offers_step_alone():
-    tx = (lambda params: torch.zeros(()), lambda grads, state, params: (
-        {n: None if g is None else -0.5 * g for n, g in grads.items()}, state + 1
-    ))  # fmt: skip
-    optimizer = made(MOMENTUM, ps.from_transformation(tx))
-    params = params_of()
-    grads = grads_of(params, 0)
-    state = optimizer.init(params)
-    for flag in (GO, SKIP):
-        for donate in (False, True):
-            given = clone((params, grads, state))
-            found = ps.maybe_step(optimizer, *given, flag, donate=donate)
-            assert found[1]["others"] == 1 - flag.int()
-            assert list(found[1]) == list(state) == ["matrices", "others"]  # not as they ran
-            assert same_bits(found[0]["norm"], params["norm"] - 0.5 * grads["norm"] * ~flag)
+WITHIN = made(ps.with_master_weights(MOMENTUM), ps.with_stochastic_rounding(ADAMW))
+NESTED = {
+    "wrappers around": AROUND["masters and moments"](made(MUON, ADAMW)),
+    "wrappers within": WITHIN,
+    "a partition": ps.partition({"a": WITHIN, "b": RMSPROP}, lambda n, p: "a" if p.ndim else "b"),
+}
 
 
 @pytest.mark.slow
-def test_the_battery_for_optimizers_passes_with_wrappers_around():
-    assert_optimizer(AROUND["masters and moments"](made(MUON, ADAMW)))
-
-
-@pytest.mark.slow
-def test_the_battery_passes_with_wrappers_within_and_for_a_partition_of_a_partition():
-    within = made(ps.with_master_weights(MOMENTUM), ps.with_stochastic_rounding(ADAMW))
-    assert_optimizer(within)
-    assert_optimizer(ps.partition({"a": within, "b": RMSPROP}, lambda n, p: "a" if p.ndim else "b"))
+@pytest.mark.parametrize("optimizer", NESTED.values(), ids=NESTED)
+def test_the_battery_for_optimizers_passes_for_nestings(optimizer):
+    assert_optimizer(optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -611,10 +579,7 @@ def test_a_step_that_raises_leaves_all_that_was_donated_as_it_was(data):
     forced, unscale = data.draw(st.booleans()), data.draw(st.booleans())
     fuse.left = data.draw(st.integers(1, 8) | st.integers(9, 30))
     piece = data.draw(st.sampled_from([1, 8, 2**21]))
-    with (
-        tracing.as_on_an_accelerator() if forced else contextlib.nullcontext(),
-        mock.patch.object(wrapper, "PIECE_NUMEL", piece),
-    ):
+    with on(forced), mock.patch.object(wrapper, "PIECE_NUMEL", piece):
         given_trees = clone((params, scaled, state))
         try:
             if unscale:

@@ -81,6 +81,9 @@ def test_a_nesting_is_refused_before_the_first_step_or_makes_every_step(innermos
             after = ps.maybe_step(optimizer, given[0], grads, given[1], skip)
             alone = given if skip else optimizer.step(given[0], grads, given[1])
             assert same_bits(alone, after), nesting
+            if innermost != "own":  # which adds to its state in the first step
+                form = pytree.tree_structure(given[1])
+                assert pytree.tree_structure(after[1]) == form, nesting  # and order of keys
             assert seed == 1 or same_bits(after[0]["matrix"], given[0]["matrix"]), nesting
             copies = clone((given[0], grads, given[1]))
             donated = ps.maybe_step(optimizer, *copies, skip, donate=True)

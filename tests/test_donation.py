@@ -289,24 +289,6 @@ def test_a_compiled_donated_step_keeps_0d_numbers_of_float64():
     assert state.params["w"] == 1 - 3 * 0.5 * 2
 
 
-class Raises:
-    def init(self, params):
-        return ()
-
-    def step(self, *args):
-        raise RuntimeError("full")
-
-
-@pytest.mark.parametrize(
-    "optimizer", [Raises(), ps.from_formula(Raises().step)], ids=["step", "formula"]
-)
-def test_gradients_stay_as_they_were_if_an_optimizer_of_ones_own_raises(optimizer):
-    params, given = {"w": torch.ones(3)}, {"w": torch.full((3,), 8.0)}
-    state = optimizer.init(params)
-    with Untouched((params, given, state)), pytest.raises(RuntimeError, match="full"):
-        ps.unscale_and_step(optimizer, RULE.init(), params, given, state, donate=True)
-
-
 SGD = ps.from_torch(torch.optim.SGD, lr=0.5, differentiable=True)
 ON_A_GRAPH = {
     "train_step": lambda state, grads, step, **how: step(state, [torch.ones(3)], **how)[0].params,

@@ -128,27 +128,6 @@ def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
         flat_optimizer.run_step(prepared, grads)
 
 
-class Raises(StepAlone):
-    def step(self, params, grads, state):
-        raise ZeroDivisionError("of a user's step")
-
-
-class OwnRaises(torch.optim.SGD):
-    def step(self):
-        raise ZeroDivisionError("of a user's class")
-
-
-@pytest.mark.parametrize(
-    "last", [Raises(), ps.with_master_weights(Raises()), ps.from_torch(OwnRaises)]
-)
-def test_a_users_step_that_raises_leaves_donated_parts_before_it_unchanged(last):
-    optimizer = in_two(of("SGD"), last)
-    params = {"3": torch.ones(3), "5": torch.ones(5, dtype=torch.bfloat16)}
-    state = optimizer.init(params)
-    with Untouched((params, state)), pytest.raises(ZeroDivisionError):
-        ps.maybe_step(optimizer, params, clone(params), state, torch.tensor(False), donate=True)
-
-
 class Descent(FlatOptimizer):
     """An optimizer that steps the lists of a step, as one of the library's own would."""
 

@@ -472,12 +472,6 @@ def test_an_optimizer_without_a_parameter_is_refused_with_the_names():
         made().init({})
 
 
-def test_two_parameters_of_one_dotted_name_are_refused():
-    tree = {"a.b": torch.ones(2), "a": {"b": torch.ones(2, 2)}}
-    with pytest.raises(ValueError, match="two leaves have the same dotted name"):
-        made().init(tree)
-
-
 @pytest.mark.parametrize(
     "optimizers", [{}, [ADAMW], {"a": torch.optim.AdamW}, {1: ADAMW}, {"a": ADAMW}]
 )

@@ -27,7 +27,7 @@ AROUND = {
     "rounding": ps.with_stochastic_rounding,
     "narrow": lambda inner: ps.with_state_dtype(inner, {"*": torch.bfloat16}),
     "free": ps.with_schedule_free,
-    "part": lambda inner: ps.partition({"a": inner, "b": SGD}, lambda name, p: "ab"[p.ndim - 1]),
+    "part": lambda inner: ps.partition({"b": SGD, "a": inner}, lambda name, p: "ab"[p.ndim - 1]),
 }
 DTYPES = {"half": (torch.bfloat16, torch.float16), "mixed": (torch.float32, torch.bfloat16)}
 

@@ -8,7 +8,7 @@ import pickle
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import AsOnAnAccelerator, clone, examples, same_bits
+from helpers import AsOnAnAccelerator, clone, examples, same_bits, started
 from hypothesis import given
 from test_user_class_step import Lion
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -75,12 +75,12 @@ each = pytest.mark.parametrize("name", MAKES)
 def rates_of(make, lr=0.3, steps=STEPS):
     """torch's own scheduler in torch's own loop."""
     theirs = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
-    scheduler, rates = make(theirs), []
-    for step in range(steps):
-        rates.append(theirs.param_groups[0]["lr"])
+    scheduler = make(theirs)
+    rates = [theirs.param_groups[0]["lr"]]
+    for _ in range(steps - 1):
         theirs.step()
-        if step < steps - 1:
-            scheduler.step()
+        scheduler.step()
+        rates.append(theirs.param_groups[0]["lr"])
     return torch.tensor(rates, dtype=torch.float32)
 
 
@@ -103,11 +103,8 @@ def test_every_scheduler_of_torch_is_itself_to_the_bit(name, recwarn):
 
 
 def test_all_schedulers_of_torch_are_drawn():
-    every = {
-        name
-        for name, cls in vars(torchs).items()
-        if isinstance(cls, type) and issubclass(cls, torchs.LRScheduler)
-    }
+    classes = {name: cls for name, cls in vars(torchs).items() if isinstance(cls, type)}
+    every = {name for name, cls in classes.items() if issubclass(cls, torchs.LRScheduler)}
     assert every - MAKES.keys() == {"LRScheduler", "_LRScheduler", "ReduceLROnPlateau"}
 
 
@@ -266,13 +263,8 @@ def test_a_scaled_loop_counts_each_step_once_whatever_skips_it():
     """An overflow, a bound that is 0, no weight, a guard; retries count once."""
     optimizer, rule = ADAMW(lr=rate, schedule_by="iteration"), ps.DynamicScale()
     guard = RejectsFives()
-    state = ps.init_train_state({"w": torch.ones(2)}, {}, optimizer, rule, guard=guard)
-
-    def loss_fn(params, buffers, batch):
-        return (params["w"] * batch).sum(), buffers
-
-    step = functools.partial(
-        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, guard=guard
+    state, step = started(
+        {"w": torch.ones(2)}, lambda p, x: (p["w"] * x).sum(), optimizer, rule, guard=guard
     )
     ways = [
         {},
@@ -433,15 +425,15 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("momentum", "OneCycleLR does not move the momentum.*cycle_momentum=True"),
-        ("betas", 'setting is \'betas\', expected "lr" or "momentum"'),
-    ],
-)
-def test_a_setting_that_does_not_move_is_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
+NOT_MOVED = {
+    "momentum": "OneCycleLR does not move the momentum.*cycle_momentum=True",
+    "betas": 'setting is \'betas\', expected "lr" or "momentum"',
+}
+
+
+@pytest.mark.parametrize("setting", NOT_MOVED)
+def test_a_setting_that_does_not_move_is_refused(setting):
+    with pytest.raises(ValueError, match=NOT_MOVED[setting]):
         ps.schedule_from_torch(MAKES["OneCycleLR"], 0.3, STEPS, setting=setting)
 
 

@@ -3,12 +3,10 @@
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import Untouched, clone, examples, in_processes, same_bits, shares_memory, tensors
+from helpers import Untouched, clone, examples, same_bits, shares_memory, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from test_torch_optim import OPTIM, make_params, ours
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
@@ -256,30 +254,6 @@ def test_a_setting_that_shares_memory_with_parameters_is_not_written_over(name, 
     expected = ps.maybe_step(*call)
     assert same_bits(ps.maybe_step(*call, donate=True), expected)
     assert memory.tolist() == [1.0, 2.0, 3.0, 0.5]
-
-
-def _shards_take_the_settings_of_the_state(_):
-    mesh = init_device_mesh("cpu", (2,))
-    whole = {"a": torch.arange(15.0).reshape(5, 3), "b": torch.ones(7)}
-    halves = {n: x.bfloat16() for n, x in whole.items()}
-    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1, in_state=("lr", "weight_decay", "betas"))
-    for wrapped, params in (
-        (optimizer, whole),
-        (ps.with_master_weights(optimizer), halves),
-        (ps.with_state_dtype(optimizer, {"exp_avg": torch.bfloat16}), whole),
-    ):
-        spread = {n: distribute_tensor(x, mesh, [Shard(0)]) for n, x in params.items()}
-        one, many = (params, wrapped.init(params)), (spread, wrapped.init(spread))
-        grads = {n: distribute_tensor(x, mesh, [Shard(0)]) for n, x in whole.items()}
-        for _ in range(2):
-            one = wrapped.step(one[0], whole, one[1])
-            many = ps.maybe_step(wrapped, many[0], grads, many[1], False, donate=True)
-            assert same_bits({n: p.full_tensor() for n, p in many[0].items()}, one[0])
-
-
-@pytest.mark.slow
-def test_shards_take_the_settings_of_the_state():
-    in_processes(_shards_take_the_settings_of_the_state)
 
 
 # ---- schedules of settings in the state ----------------------------------------------------------

@@ -481,19 +481,6 @@ def test_what_is_no_dict_of_optimizers_or_no_label_is_refused(optimizers):
         ps.partition(optimizers, label)
 
 
-def test_what_does_not_fit_is_refused_before_any_part_moves():
-    optimizer = made(MOMENTUM, ADAMW)
-    params = params_of()
-    state = optimizer.init(params)
-    broken = {
-        **state,
-        "others": ADAMW.init({**parts_of(params, by_shape, params)["others"], "x": params["up"]}),
-    }
-    given = params, grads_of(params, 0), broken
-    with Untouched(given), pytest.raises(ValueError, match="opt_state knows the parameters"):
-        ps.maybe_step(optimizer, *given, GO, donate=True)
-
-
 class Fuse:
     """A user's code that fails when it runs for the n-th time after `left` is set."""
 

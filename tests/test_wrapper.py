@@ -46,6 +46,7 @@ INNERMOST = {
     "own": ps.from_torch(Lion, lr=0.1),
     "transformation": ps.from_transformation((clone, heavy_ball)),
 }
+IN_STATE = ("lr", "weight_decay", "betas")
 
 
 def tensors(dtypes, seed):
@@ -198,9 +199,10 @@ def test_the_battery_for_optimizers_passes(around):
 
 
 def _shards_are_stepped_as_the_whole(rank):
+    """By settings of the optimizer, and by those in its state."""
     mesh = init_device_mesh("cpu", (2,))
-    placements = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate()}
-    shapes = {"rows": (5, 3), "columns": (3, 7), "copied": (4,)}
+    placements = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate(), "row": Shard(0)}
+    shapes = {"rows": (5, 3), "columns": (3, 7), "copied": (4,), "row": (7,)}
 
     def drawn(seed, dtype):
         generator = torch.Generator().manual_seed(seed)
@@ -214,11 +216,12 @@ def _shards_are_stepped_as_the_whole(rank):
 
     # gloo gathers no int16, the lower half of a master
     views = {"masters": ps.master_weights, "rounding": lambda params, state: params}
-    views |= {"narrow": lambda *both: both, "free": ps.averaged}
-    for around, seen in views.items():
-        optimizer = AROUND[around](ps.from_torch(torch.optim.AdamW, lr=0.01))
+    views |= {"narrow": lambda *both: both, "free": ps.averaged, "nothing": lambda *both: both}
+    for (around, seen), in_state in itertools.product(views.items(), [(), IN_STATE]):
+        adamw = ps.from_torch(torch.optim.AdamW, lr=0.01, in_state=in_state)
+        optimizer = AROUND.get(around, lambda inner: inner)(adamw)
         for dtype in DTYPES["half"]:
-            params = drawn(0, torch.float32 if around == "narrow" else dtype)
+            params = drawn(0, torch.float32 if around in ("narrow", "nothing") else dtype)
             one, many = (params, optimizer.init(params)), spread(params)
             many = many, optimizer.init(many)
             for seed, (skip, donate) in enumerate([(False, False), (True, True), (False, True)]):

@@ -7,7 +7,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Untouched, assert_close, clone, examples, in_processes, same_bits, tensors
+from helpers import (
+    Untouched,
+    assert_close,
+    clone,
+    examples,
+    in_processes,
+    same_bits,
+    started,
+    tensors,
+)
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch import nn
@@ -295,6 +304,10 @@ def test_a_compiled_step_is_one_graph_and_equal_to_an_eager_one():
     assert_close((given[0], given[2]), expected, rtol=1e-4, atol=1e-5)  # written into
 
 
+def squares(params, x):
+    return sum((p * x).square().sum() for p in params.values())
+
+
 def chosen_one(chosen):
     return lambda name, param: "matrices" if name == chosen else "others"
 
@@ -338,14 +351,8 @@ def test_a_derivative_goes_through_every_part_or_is_refused():
 
 
 def test_a_state_is_saved_and_loaded_and_that_of_other_parts_is_refused(tmp_path):
-    optimizer, rule = made(), ps.DynamicScale()
-    params = params_of()
-    state = ps.init_train_state(params, {}, optimizer, rule)
-
-    def loss_fn(params, buffers, x):
-        return sum((p * x).square().sum() for p in params.values()), buffers
-
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    params, rule = params_of(), ps.DynamicScale()
+    state, step = started(params, squares, made(), rule)
     later, _ = step(state, [torch.ones(())])
     ps.save(tmp_path / "state.pt", later)
     loaded = ps.load(tmp_path / "state.pt", like=state)
@@ -630,13 +637,12 @@ def _each_part_takes_its_own_shards(rank):
             found = full(weights(*many[:2]))
             assert_close(found, weights(*one[:2]), rtol=1e-6, atol=1e-8)
 
-        def loss_fn(params, buffers, x):
-            return sum([(p * x).square().sum().float() for p in full(params).values()]), buffers
-
         def step(params, optimizer=optimizer):
-            state = ps.init_train_state(params, {}, optimizer, ps.NoScale())
-            settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": ps.NoScale()}
-            return ps.train_step(state, [torch.tensor(2.0)], **settings)[0].params
+            def loss(params, x):
+                return sum([(p * x).square().sum().float() for p in full(params).values()])
+
+            state, step = started(params, loss, optimizer, ps.NoScale())
+            return step(state, [torch.tensor(2.0)])[0].params
 
         assert_close(full(step(spread(begun))), step(begun), rtol=1e-2, atol=1e-6)
     given = spread(whole)
@@ -648,28 +654,24 @@ def _each_part_takes_its_own_shards(rank):
 
 def _ranks_agree_on_every_part(rank):
     rates = ps.from_torch(torch.optim.SGD, lr=0.1, in_state=("lr",))
-    params, rule = params_of(), ps.NoScale()
-
-    def loss_fn(params, buffers, x):
-        return sum((p * x).square().sum() for p in params.values()), buffers
-
-    def step(state, optimizer):
-        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
-        return ps.train_step(state, [torch.tensor(1.0 + rank)], group=dist.group.WORLD, **settings)
-
+    params, window = params_of(), [torch.tensor(1.0 + rank)]
+    begin = functools.partial(started, params, squares, rule=ps.NoScale(), group=dist.group.WORLD)
     optimizer = made(MOMENTUM, rates)
-    state = ps.init_train_state(params, {}, optimizer, rule)
-    together, _ = step(state, optimizer)
+    state, step = begin(optimizer=optimizer)
+    together, _ = step(state, window)
     slope = {n: 2 * p * (1 + 4) / 2 for n, p in params.items()}
     assert_close(together.params, optimizer.step(params, slope, state.opt_state)[0])
     with pytest.raises(ValueError, match=r"opt_state\['others'\]\.lr = .*0\.5.*1\.5"):
-        step(ps.replace_settings(state, lr=0.5 + rank), optimizer)
+        step(ps.replace_settings(state, lr=0.5 + rank), window)
     moved = made(MOMENTUM, rates, lambda n, p: "others" if rank and n == "down" else by_shape(n, p))
-    with pytest.raises(ValueError, match=r"the ranks do not hold the same: .*opt_state.*down"):
-        step(ps.init_train_state(params, {}, moved, rule), moved)
     other = made(MOMENTUM, ps.from_torch(torch.optim.SGD, lr=0.1 + rank))
-    with pytest.raises(ValueError, match="optimizer=PartitionOptimizer"):
-        step(ps.init_train_state(params, {}, other, rule), other)
+    for each, words in (
+        (moved, r"the ranks do not hold the same: .*opt_state.*down"),
+        (other, "optimizer=PartitionOptimizer"),
+    ):
+        state, step = begin(optimizer=each)
+        with pytest.raises(ValueError, match=words):
+            step(state, window)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from helpers import clone, in_processes, same_bits
+from helpers import clone, in_processes, same_bits, started
 from helpers import tensors as leaves_of
 from test_user_class_step import Lion
 from torch.distributed.device_mesh import init_device_mesh
@@ -136,18 +136,18 @@ def test_a_skipped_step_keeps_every_bit_and_a_donated_one_is_made_in_place(aroun
 def test_a_run_in_pieces_that_is_saved_and_resumed_is_that_of_one_piece(
     around, donate, monkeypatch, tmp_path
 ):
-    def loss_fn(params, buffers, x):
-        return sum([(p.float() * x).square().sum() for p in params.values()]), buffers
+    def loss(params, x):
+        return sum([(p.float() * x).square().sum() for p in params.values()])
 
     def trained(*, resumed):
         optimizer, rule = AROUND[around](INNERMOST["torch"]), ps.DynamicScale(2.0**4)
-        first = state = ps.init_train_state(tensors("mixed", 0), {}, optimizer, rule)
-        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "donate": donate}
+        first, step = started(tensors("mixed", 0), loss, optimizer, rule, max_norm=1.0)
+        state = first
         for x in (1.0, torch.inf, 0.5):
             if resumed:
                 ps.save(tmp_path / "state.pt", state)
                 state = ps.load(tmp_path / "state.pt", like=clone(first))
-            state, _ = ps.train_step(state, [torch.tensor(x)], max_norm=1.0, **settings)
+            state, _ = step(state, [torch.tensor(x)], donate=donate)
         return state
 
     whole = trained(resumed=False)

@@ -291,26 +291,13 @@ def test_a_schedule_stands_for_any_number_in_the_state(name, settings, way):
     assert set(map(float, tensors(state.hyper))) == {1.0}
 
 
-def test_a_number_in_the_state_is_a_factor_of_its_schedule(tmp_path):
-    params = make_params()
-    decay = halving(0.5)
-    optimizer = ps.from_torch(
-        OPTIM.AdamW,
-        betas=(0.8, halving(0.9)),
-        weight_decay=decay,
-        in_state=("betas", "weight_decay"),
-        overrides={"gain": {"weight_decay": 0.0}},
-    )
+def test_a_state_dict_has_a_number_in_the_state_times_its_schedule():
+    params, settings = make_params(), {"betas": (0.8, halving(0.9)), "weight_decay": halving(0.5)}
+    overrides = {"gain": {"weight_decay": 0.0}}
+    optimizer = in_state("AdamW", settings, overrides=overrides, **settings)
     state = optimizer.init(params)
     assert [b.item() for b in state.hyper["betas"]] == pytest.approx([0.8, 1.0])
-    doubled = ps.replace_settings(state, weight_decay=2.0)
-    fixed = ps.from_torch(
-        OPTIM.AdamW, betas=(0.8, 0.9), weight_decay=1.0, overrides={"gain": {"weight_decay": 0.0}}
-    )
-    expected = fixed.step(params, params, fixed.init(params))[0]
-    got, after = optimizer.step(params, params, doubled)
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
-
+    _, after = optimizer.step(params, params, ps.replace_settings(state, weight_decay=2.0))
     sd = optimizer.to_state_dict(after)
     decays = [group["weight_decay"] for group in sd["param_groups"]]
     assert decays == [1.0, 0.0]

@@ -165,8 +165,7 @@ def test_counts_of_each_parameter_move_under_a_transform_and_in_a_graph(name, wa
     call = params, params, optimizer.init(params)
     expected = optimizer.step(*call)
     if way == "mapped":
-        stacked = pytree.tree_map(lambda leaf: torch.stack([leaf, leaf]), call)
-        found = pytree.tree_map(lambda leaf: leaf[1], torch.vmap(optimizer.step)(*stacked))
+        found = ps.member(torch.vmap(optimizer.step)(*ps.stack_states([call, call])), 1)
     else:
         found = ps.jit(optimizer.step, backend="aot_eager")(*call)
     assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -19,7 +19,6 @@ from helpers import (
 )
 from hypothesis import given, reject
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
@@ -156,55 +155,6 @@ def test_overrides_and_schedules_are_those_of_a_part():
     assert same_bits(params["norm"], params_of()["norm"])
     expected = params_of()["scale"] - 1.5 * grads_of(params, 1)["scale"]
     assert_close(params["scale"], expected)
-
-
-# ---- the oracle: two torch optimizers in an ordinary loop ----------------------------------------
-
-
-class TwoOfTorch:
-    """Muon and AdamW of torch over the same leaves; one gradient that is not finite skips both."""
-
-    def __init__(self, params):
-        self.params = {n: p.clone().requires_grad_() for n, p in params.items()}
-        of = parts_of(self.params, by_shape, self.params)
-        self.optimizers = [
-            torch.optim.Muon(of["matrices"].values(), lr=0.02),
-            torch.optim.AdamW(of["others"].values(), lr=1e-2, fused=True),
-        ]
-
-    def step(self, scaled, scale, max_norm):
-        grads = [g / scale for g in scaled.values()]
-        for param, grad in zip(self.params.values(), grads, strict=True):
-            param.grad = grad
-        if not all(grad.isfinite().all() for grad in grads):
-            return True
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(self.params.values(), max_norm)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return False
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_run_is_that_of_two_optimizers_of_torch(max_norm, donate):
-    optimizer, rule = made(), ps.DynamicScale(init_scale=2.0**10, growth_interval=2)
-    params = params_of()
-    theirs, scaler, state = TwoOfTorch(params), rule.init(), optimizer.init(params)
-    for index, bad in enumerate([None, "up", None, "scale", None, None]):
-        scaled = {n: g * scaler.scale for n, g in grads_of(params, index).items()}
-        if bad:
-            scaled[bad] = scaled[bad] * torch.inf
-        skipped = theirs.step(scaled, scaler.scale, max_norm)
-        out = ps.unscale_and_step(optimizer, scaler, params, scaled, state, max_norm, donate=donate)
-        params, state, scaler = out.params, out.opt_state, rule.update(scaler, out.found_inf)
-        assert out.found_inf == skipped == (bad is not None)
-        # Muon multiplies in bfloat16. By AdamW, one division in place of two.
-        assert_close(params, theirs.params, rtol=1e-3, atol=1e-3)
-        if max_norm is None:
-            for name in state["others"].slots["exp_avg"]:
-                assert same_bits(params[name], theirs.params[name].detach())
-    assert state["matrices"].applied == state["others"].applied == 4
 
 
 # ---- one flag ------------------------------------------------------------------------------------

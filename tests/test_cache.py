@@ -7,7 +7,7 @@ import weakref
 import optree
 import pytest
 import torch
-from helpers import find_no_plans, same_bits
+from helpers import find_no_plans, same_bits, started
 from torch import nn
 
 import purescale as ps
@@ -197,13 +197,11 @@ def own(base, model):
 
 
 ADAMW = torch.optim.AdamW
-LABELLED = ps.from_torch(ADAMW, lr=0.1)
+IN_TWO = dict.fromkeys("ab", ps.from_torch(ADAMW, lr=0.1))
 HOLDERS = {  # the settings of a step that hold a model
     "loss_fn": lambda model: {},
     "label": lambda model: {
-        "optimizer": ps.partition(
-            {"a": LABELLED, "b": LABELLED}, lambda _, leaf: "ab"[leaf.ndim < 2 and bool(model)]
-        )
+        "optimizer": ps.partition(IN_TWO, lambda _, leaf: "ab"[leaf.ndim < 2 and bool(model)])
     },
     "schedule": lambda model: {"optimizer": ps.from_torch(ADAMW, lr=lambda n: 0.1 if model else 1)},
     "weight_fn": lambda model: {"weight_fn": lambda x: 1.0 if model else 2.0},
@@ -227,13 +225,10 @@ def test_a_model_is_freed_after_steps_with_any_setting_that_holds_it(holder):
             return out.square().sum(), buffers
 
         settings = {"optimizer": ps.from_torch(torch.optim.AdamW, lr=0.1), "rule": RULE}
-        settings |= holder(model)
-        guard = settings.get("guard")
-        first = settings["optimizer"], settings["rule"]
-        state = ps.init_train_state(params, buffers, *first, guard=guard)
+        settings |= {"loss_fn": loss_fn, "buffers": buffers, **holder(model)}
+        state, step = started(params, **settings)
         for donate in (False, True, True):
-            batches = [torch.ones(4, 3)] * 2
-            state, _ = ps.train_step(state, batches, loss_fn=loss_fn, donate=donate, **settings)
+            state, _ = step(state, [torch.ones(4, 3)] * 2, donate=donate)
         ps.value_and_grad(loss_fn)(state.params, buffers, torch.ones(4, 3))
         return weakref.ref(model)
 

@@ -244,18 +244,6 @@ def test_parameters_of_another_dtype_than_the_state_are_refused():
 
 
 @pytest.mark.slow
-def test_inductor_keeps_what_is_below_half_precision():
-    """Compiled and donated: many small steps that bfloat16 alone would lose."""
-    wrapped = ps.with_master_weights(made("SGD", lr=2.0**-12, momentum=0.0))
-    params = {"w": torch.ones(33, dtype=torch.bfloat16)}
-    state, grads = wrapped.init(params), {"w": torch.ones(33, dtype=torch.bfloat16)}
-    step = torch.compile(functools.partial(ps.maybe_step, wrapped, donate=True), fullgraph=True)
-    for _ in range(20):
-        params, state = step(params, grads, state, torch.tensor(False))
-    assert (ps.master_weights(params, state)["w"] == 1 - 20 * 2.0**-12).all()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "inline", "donate"), [("AdamW", 0, True), ("RMSprop", 1000, False)]
 )

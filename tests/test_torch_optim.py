@@ -311,42 +311,35 @@ def test_init_needs_no_memory_beyond_the_state_and_leaves_the_parameters_alone(n
 
 # ---- bad input
 
+sgd, adamw = (functools.partial(ps.from_torch, cls) for cls in (OPTIM.SGD, OPTIM.AdamW))
+TYPO = {"*": {"momentun": 0.9}}, {"*.biass": {"lr": 0.1}}
 REFUSED = [
     (lambda: ps.from_torch(OPTIM.LBFGS), "evaluates the loss again"),
     (lambda: ps.from_torch(OPTIM.SparseAdam), "takes sparse gradients only"),
     (lambda: ps.from_torch(OPTIM.AdamW([torch.zeros(1)])), "an instance of AdamW.*from_torch_opti"),
     (lambda: ps.from_torch(torch.nn.Linear), "takes a class of torch.optim"),
-    (lambda: ps.from_torch(OPTIM.SGD, learning_rate=1.0), "no setting 'learning_rate'. It has: lr"),
-    (lambda: ps.from_torch(OPTIM.SGD, lr=-1.0), "Invalid learning rate"),
-    (lambda: ps.from_torch(OPTIM.AdamW, lr=-1.0, in_state=("lr",)), "nvalid learning rate"),
-    (lambda: ps.from_torch(OPTIM.SGD, lr="fast"), "lr must be a number"),
-    (lambda: ps.from_torch(OPTIM.SGD, lr=torch.ones(2)), "lr is a tensor of shape"),
-    (lambda: ps.from_torch(OPTIM.SGD, momentum=torch.tensor(0.1)), r"only lr.*\('momentum',\)"),
+    (lambda: sgd(learning_rate=1.0), "no setting 'learning_rate'. It has: lr"),
+    (lambda: sgd(lr=-1.0), "Invalid learning rate"),
+    (lambda: adamw(lr=-1.0, in_state=("lr",)), "nvalid learning rate"),
+    (lambda: sgd(lr="fast"), "lr must be a number"),
+    (lambda: sgd(lr=torch.ones(2)), "lr is a tensor of shape"),
+    (lambda: sgd(momentum=torch.tensor(0.1)), r"only lr.*\('momentum',\)"),
+    (lambda: adamw(betas=(ONE[0], 0.999)), r"betas holds a tensor of shape.*in_state=\('betas',\)"),
+    (lambda: sgd(make_params(), lr=0.1), "multiple values for argument 'lr'"),
+    (lambda: adamw([{"params": []}]), "got list. .*parameters.*from_torch"),
+    (lambda: adamw([0.1, 0.2]), "got list"),
+    (lambda: sgd(lr=OPTIM.lr_scheduler.StepLR), "lr=schedule_from_torch"),
+    (lambda: sgd(overrides=TYPO[0]), r"overrides\['\*'\]: SGD has no setting 'momentun'"),
     (
-        lambda: ps.from_torch(OPTIM.AdamW, betas=(torch.tensor(0.9), 0.999)),
-        r"betas holds a tensor of shape.*in_state=\('betas',\)",
-    ),
-    (lambda: ps.from_torch(OPTIM.SGD, make_params(), lr=0.1), "multiple values for argument 'lr'"),
-    (lambda: ps.from_torch(OPTIM.AdamW, [{"params": []}]), "got list. .*parameters.*from_torch"),
-    (lambda: ps.from_torch(OPTIM.AdamW, [0.1, 0.2]), "got list"),
-    (lambda: ps.from_torch(OPTIM.SGD, lr=OPTIM.lr_scheduler.StepLR), "lr=schedule_from_torch"),
-    (
-        lambda: ps.from_torch(OPTIM.SGD, overrides={"*": {"momentun": 0.9}}),
-        r"overrides\['\*'\]: SGD has no setting 'momentun'",
-    ),
-    (
-        lambda: ps.from_torch(OPTIM.SGD, overrides={"*.biass": {"lr": 0.1}}).init(make_params()),
+        lambda: sgd(overrides=TYPO[1]).init(make_params()),
         r"'\*.biass' matches no parameter. The names are: conv.weight",
     ),
-    (lambda: ps.from_torch(OPTIM.AdamW, counts="all"), r"counts is 'all', expected \"one\" or"),
+    (lambda: adamw(counts="all"), r"counts is 'all', expected \"one\" or"),
     (lambda: SGD.init({"steps": torch.tensor(1)}), r"params\['steps'\] has dtype torch\.int64"),
-    (
-        lambda: SGD.init({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}),
-        "two leaves have the same dotted name",
-    ),
+    (lambda: SGD.init({"a.b": ONE, "a": {"b": ONE}}), "two leaves have the same dotted name"),
     (lambda: SGD.step(ONES, ONES, {}), r"opt_state is dict. Fix: `opt_state = optimizer.init\(par"),
     (
-        lambda: SGD.step(ONES, ONES, SGD.init({"other": torch.ones(1)})),
+        lambda: SGD.step(ONES, ONES, SGD.init({"other": ONE})),
         "opt_state knows the parameters other, params has w",
     ),
 ]

@@ -1,15 +1,13 @@
 """Derivatives through a step: torch.func, forward mode, and in words what cannot be had."""
 
-import contextlib
 import functools
 
 import pytest
 import torch
-from helpers import CLASSES, at, started, tensors
+from helpers import CLASSES, at, on_an_accelerator, started, tensors
 from torch.autograd import forward_ad
 
 import purescale as ps
-from purescale._torch import tracing
 
 OPTIM = torch.optim
 RULE = ps.DynamicScale(init_scale=2.0**4)
@@ -332,7 +330,7 @@ def test_backward_goes_through_the_gradients_of_a_step_inside_of_a_loss(name, se
     after, params, buffers, batch = adapted(name, **settings)
     expected = torch.func.grad(lambda params: after(params, buffers, batch)[0])(params)
     weights = {name: p.clone().requires_grad_() for name, p in params.items()}
-    with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+    with on_an_accelerator(forced):
         loss = after(weights, buffers, batch)[0]
     found = torch.autograd.grad(loss, list(weights.values()))
     torch.testing.assert_close(list(found), list(expected.values()), rtol=2e-3, atol=2e-5)

@@ -1,15 +1,12 @@
 """The methods of an optimizer that a step calls: the applied step, or the old state."""
 
-import contextlib
-
 import pytest
 import torch
-from helpers import Untouched, clone, same_bits, tensors
+from helpers import Untouched, clone, on_an_accelerator, same_bits, tensors
 from torch.testing import assert_close
 
 import purescale as ps
 from purescale._optim.optimizer import FlatOptimizer
-from purescale._torch.tracing import as_on_an_accelerator
 from purescale._torch_optim import kernels
 from purescale._wrappers import wrapper
 
@@ -127,14 +124,13 @@ def test_an_optimizer_is_given_unscaled_and_clipped_gradients(max_norm):
     assert_close(steps[0].params, steps[1].params)
 
 
-@pytest.mark.parametrize("on_an_accelerator", [False, True])
+@pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("cls", ["SGD", "RMSprop"])
-def test_under_no_grad_no_result_of_a_differentiable_step_is_on_a_graph(cls, on_an_accelerator):
+def test_under_no_grad_no_result_of_a_differentiable_step_is_on_a_graph(cls, forced):
     optimizer, scaler = of(cls, differentiable=True), ps.DynamicScale(init_scale=8.0).init()
     params = {"5": torch.ones(5, requires_grad=True)}
     grads, state = {"5": torch.ones(5)}, optimizer.init(params)
-    mode = as_on_an_accelerator() if on_an_accelerator else contextlib.nullcontext()
-    with torch.no_grad(), mode:
+    with torch.no_grad(), on_an_accelerator(forced):
         results = [
             optimizer.step(params, grads, state),
             ps.maybe_step(optimizer, params, grads, state, torch.tensor(False)),

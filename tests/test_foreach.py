@@ -8,7 +8,7 @@ import struct
 
 import pytest
 import torch
-from helpers import Untouched, assert_close, clone, same_bits, shares_memory
+from helpers import Untouched, assert_close, clone, on_an_accelerator, same_bits, shares_memory
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_torch_optim import SETTINGS, grads_at, make_params
@@ -492,7 +492,7 @@ def test_a_large_half_gradient_stays_finite_beside_a_complex_parameter(accelerat
     params = {"half": torch.zeros(5, dtype=torch.float16), "complex": torch.zeros(3) * 1j}
     grads = {"half": torch.full((5,), 2.0**13, dtype=torch.float16), "complex": params["complex"]}
     sgd, scaler = ps.from_torch(torch.optim.SGD, lr=1.0), ps.StaticScale(2.0**-4).init()
-    with tracing.as_on_an_accelerator() if accelerator else contextlib.nullcontext():
+    with on_an_accelerator(accelerator):
         out = ps.unscale_and_step(sgd, scaler, params, grads, sgd.init(params))
     assert not out.found_inf
     assert out.params["half"].tolist() == [-65504.0] * 5

@@ -1,6 +1,5 @@
 """`partition`: each part has the bits of its own optimizer alone, and one flag is for all."""
 
-import contextlib
 import functools
 from unittest import mock
 
@@ -13,6 +12,7 @@ from helpers import (
     clone,
     examples,
     in_processes,
+    on_an_accelerator,
     same_bits,
     started,
     tensors,
@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_map
 
 import purescale as ps
 from purescale._distributed.collectives import describe_setting
-from purescale._torch import tracing
 from purescale._wrappers import wrapper
 from purescale.testing import assert_optimizer, assert_pure, assert_single_graph
 
@@ -42,10 +41,6 @@ def by_shape(name, param):
 
 def made(matrices=MUON, others=ADAMW, label=by_shape):
     return ps.partition({"matrices": matrices, "others": others}, label)
-
-
-def on(accelerator):
-    return tracing.as_on_an_accelerator() if accelerator else contextlib.nullcontext()
 
 
 def randn(shape, seed):
@@ -113,7 +108,7 @@ def test_each_part_has_the_bits_of_its_optimizer_alone(
     found = params, state
     for seed in range(2):
         grads = {n: None if n == str(absent) else g for n, g in grads_of(params, seed).items()}
-        with on(forced):
+        with on_an_accelerator(forced):
             expected = alone(optimizers, label, params, grads, state)
             found = ps.maybe_step(optimizer, *clone((found[0], grads, found[1])), GO, donate=donate)
         assert same_bits(found, expected)
@@ -170,7 +165,7 @@ def test_an_inf_in_one_gradient_skips_every_bit_of_every_part(bad, forced):
     grads[bad] = grads[bad] * torch.nan
     for donate in (False, True):
         trees = clone((params, grads, state))
-        with on(forced):
+        with on_an_accelerator(forced):
             out = ps.unscale_and_step(optimizer, scaler, *trees, max_norm=1.0, donate=donate)
         assert out.found_inf
         assert same_bits((out.params, out.opt_state), (params, state))
@@ -192,7 +187,7 @@ def test_a_donated_step_writes_into_all_that_it_was_given(forced, matrices):
     optimizer = made(matrices, ADAMW)
     params, state = params_of(), optimizer.init(params_of())
     places = [t.data_ptr() for t in tensors((params, state)) if t.is_floating_point()]
-    with on(forced):
+    with on_an_accelerator(forced):
         found = ps.maybe_step(optimizer, params, grads_of(params, 0), state, GO, donate=True)
     assert [t.data_ptr() for t in tensors(found) if t.is_floating_point()] == places
 
@@ -215,7 +210,7 @@ def test_memory_that_two_parts_share_is_copied(what, forced):
         at["up"], at["embed"] = shared.view(4, 3), shared[5:]
     expected = ps.unscale_and_step(optimizer, scaler, *clone((params, grads, state)), 1.0)
     before = shared.clone()
-    with on(forced):
+    with on_an_accelerator(forced):
         found = ps.unscale_and_step(optimizer, scaler, params, grads, state, 1.0, donate=True)
     assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert what == "flag" or same_bits(shared, before)
@@ -354,7 +349,7 @@ def test_a_wrapper_around_has_the_bits_of_wrappers_within(around, forced):
     for seed, flag in enumerate([GO, SKIP, GO]):
         for donate in (False, True):
             grads = grads_of(params, seed)
-            with on(forced):
+            with on_an_accelerator(forced):
                 one = ps.maybe_step(outer, one[0], grads, one[1], flag, donate=donate)
                 two = ps.maybe_step(inner, two[0], grads, two[1], flag, donate=donate)
             if forced:  # the unfused formulas run over other lists
@@ -517,7 +512,7 @@ def test_a_step_that_raises_leaves_all_that_was_donated_as_it_was(data):
     forced, unscale = data.draw(st.booleans()), data.draw(st.booleans())
     fuse.left = data.draw(st.integers(1, 8) | st.integers(9, 30))
     piece = data.draw(st.sampled_from([1, 8, 2**21]))
-    with on(forced), mock.patch.object(wrapper, "PIECE_NUMEL", piece):
+    with on_an_accelerator(forced), mock.patch.object(wrapper, "PIECE_NUMEL", piece):
         given_trees = clone((params, scaled, state))
         try:
             if unscale:

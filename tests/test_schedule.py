@@ -202,12 +202,16 @@ def test_a_skipped_step_changes_no_bit_but_the_number_of_iterations(kind):
     after = run_of(optimizer, parameters(kind), [False, *RUN], donate=True)
     pairs = zip(RUN, after, after[1:], strict=False)
     for count, (bad, before, (params, state)) in enumerate(pairs, 2):
-        numbers = []
-        map_opt_states(lambda each, _: numbers.append(each.iteration) or each, state)
-        assert same_bits([n for n in numbers if n != ()], [torch.tensor(count)])
+        assert same_bits(iterations_of(state), [torch.tensor(count)])
         if bad:
             assert same_bits(params, before[0])
             assert same_bits(one_iteration_before(state), before[1])
+
+
+def iterations_of(state):
+    numbers = []
+    map_opt_states(lambda each, _: numbers.append(each.iteration) or each, state)
+    return [number for number in numbers if number != ()]
 
 
 def one_iteration_before(state):

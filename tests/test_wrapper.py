@@ -2,7 +2,6 @@
 each keeps the laws of a step: skipped, donated, in pieces, mapped, compiled, over shards.
 """
 
-import contextlib
 import functools
 import itertools
 
@@ -10,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from helpers import clone, in_processes, same_bits, started
+from helpers import clone, in_processes, on_an_accelerator, same_bits, started
 from helpers import tensors as leaves_of
 from test_user_class_step import Lion
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import purescale as ps
-from purescale._torch import tracing
 from purescale._wrappers import wrapper
 from purescale.testing import assert_optimizer
 
@@ -107,10 +105,6 @@ def test_a_step_keeps_the_structure_of_a_state_with_a_parameter_that_is_none(aro
     assert pytree.tree_structure(state) == form
 
 
-def on(accelerator):
-    return tracing.as_on_an_accelerator() if accelerator else contextlib.nullcontext()
-
-
 each_around = pytest.mark.parametrize("around", AROUND)
 
 
@@ -119,7 +113,7 @@ each_around = pytest.mark.parametrize("around", AROUND)
 def test_a_skipped_step_keeps_every_bit_and_a_donated_one_is_made_in_place(around, accelerator):
     optimizer = AROUND[around](INNERMOST["torch"])
     params, grads = tensors("half", 0), tensors("half", 1)
-    with on(accelerator):
+    with on_an_accelerator(accelerator):
         params, state = optimizer.step(params, grads, optimizer.init(params))
         params["vector"].view(torch.int16)[0] = 0x7F81  # a NaN with a payload
         bad = {name: grad * torch.nan for name, grad in grads.items()}

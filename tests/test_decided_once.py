@@ -110,10 +110,9 @@ def cold():
     rules._CHECKED.clear()
 
 
-ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1)
-GROUPS = ps.from_torch(
-    torch.optim.AdamW, lr=lambda t: 0.1 / (t + 1), overrides={"b": {"weight_decay": 0.5}}
-)
+adamw = functools.partial(ps.from_torch, torch.optim.AdamW)
+ADAMW = adamw(lr=0.1)
+GROUPS = adamw(lr=lambda t: 0.1 / (t + 1), overrides={"b": {"weight_decay": 0.5}})
 
 
 # ---- the facts -----------------------------------------------------------------------------------
@@ -135,6 +134,9 @@ def option(**options):
 
 def attribute(name, make):
     return lambda call: setattr(call, name, make())
+
+
+optimizer = functools.partial(attribute, "optimizer")
 
 
 def params(change):
@@ -239,17 +241,14 @@ FACTS = {
     "a guard": option(guard=ps.SpikeGuard(warmup=2), max_norm=1.0),
     "donated": option(donate=True),
     # settings
-    "groups": attribute("optimizer", lambda: GROUPS),
-    "a formula": attribute("optimizer", lambda: ps.from_torch(torch.optim.NAdam, lr=0.1)),
-    "an equal optimizer": attribute("optimizer", lambda: ps.from_torch(torch.optim.AdamW, lr=0.1)),
-    "another rate": attribute("optimizer", lambda: ps.from_torch(torch.optim.AdamW, lr=0.2)),
-    "a rate in the state": attribute(
-        "optimizer", lambda: ps.from_torch(torch.optim.AdamW, lr=0.1, in_state=("lr",))
-    ),
-    "masters": attribute("optimizer", lambda: ps.with_master_weights(ADAMW)),
-    "a partition": attribute(
-        "optimizer",
-        lambda: ps.partition({"a": ADAMW, "b": GROUPS}, lambda n, leaf: "ab"[leaf.ndim < 2]),
+    "groups": optimizer(lambda: GROUPS),
+    "a formula": optimizer(lambda: ps.from_torch(torch.optim.NAdam, lr=0.1)),
+    "an equal optimizer": optimizer(lambda: adamw(lr=0.1)),
+    "another rate": optimizer(lambda: adamw(lr=0.2)),
+    "a rate in the state": optimizer(lambda: adamw(lr=0.1, in_state=("lr",))),
+    "masters": optimizer(lambda: ps.with_master_weights(ADAMW)),
+    "a partition": optimizer(
+        lambda: ps.partition({"a": ADAMW, "b": GROUPS}, lambda n, leaf: "ab"[leaf.ndim < 2])
     ),
     "another rule": attribute("rule", lambda: ps.HeadroomScale(2.0**4)),
     # where it runs
@@ -350,8 +349,7 @@ def test_a_derivative_after_eager_steps_is_the_first_one(how):
 
 
 def vmapped(state):
-    stacked = pytree.tree_map(lambda leaf: torch.stack([leaf, leaf]), state)
-    return pytree.tree_map(lambda leaf: leaf[1], torch.vmap(step_of)(stacked))
+    return ps.member(torch.vmap(step_of)(ps.stack_states([state, state])), 1)
 
 
 def recorded(state):
@@ -363,16 +361,11 @@ def recorded(state):
     return make_fx(flat)(*leaves)(*leaves)
 
 
-def forced(state):
-    with as_on_an_accelerator():
-        return step_of(state)
-
-
 def jitted(state):
     return ps.jit(step_of, backend="aot_eager")(state)
 
 
-@pytest.mark.parametrize("where", [vmapped, recorded, forced, jitted])
+@pytest.mark.parametrize("where", [vmapped, recorded, as_on_an_accelerator()(step_of), jitted])
 def test_a_step_elsewhere_reads_nothing_and_agrees_with_the_eager_ones_around_it(where):
     """To 1e-6: other kernels."""
     state = state_of(PARAMS)
@@ -625,13 +618,12 @@ def test_a_step_is_made_as_planned_while_another_thread_enters_a_transform(
     momentum = {"momentum": 0.9} if name == "SGD" else {}
     optimizer = ps.from_torch(getattr(torch.optim, name), lr=0.1, **momentum)
     slot = "momentum_buffer" if momentum else "square_avg" if name == "RMSprop" else "exp_avg"
-    optimizer = {
-        "nothing": lambda it: it,
-        "masters": ps.with_master_weights,
-        "rounding": ps.with_stochastic_rounding,
+    wraps = {
+        **{"masters": ps.with_master_weights, "rounding": ps.with_stochastic_rounding},
+        **{"nothing": lambda it: it, "schedule": ps.with_schedule_free},
         "narrow": lambda it: ps.with_state_dtype(it, {slot: torch.bfloat16}),
-        "schedule": ps.with_schedule_free,
-    }[around](optimizer)
+    }
+    optimizer = wraps[around](optimizer)
     dtype = torch.bfloat16 if around in ("masters", "rounding") else torch.float32
     params = {str(k): torch.rand(33, generator=GENERATOR).to(dtype) for k in range(number)}
     state, step = started(params, loss_that_starts, optimizer, ps.StaticScale(8.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import multiprocessing
@@ -120,6 +121,11 @@ class AsOnAnAccelerator(Dispatched):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         self.forced.__exit__(*raised)
+
+
+def on_an_accelerator(forced: bool) -> Any:
+    """A context in which a CPU goes the way of an accelerator, if that is forced."""
+    return tracing.as_on_an_accelerator() if forced else contextlib.nullcontext()
 
 
 # ---- several processes ---------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 given, on which the replay of a captured one relies. On a second device: `second_device/test_jobs`.
 """
 
+import contextlib
+
 import pytest
 import torch
 from helpers import AsOnAnAccelerator, batch, clone, job, same_bits, shares_memory, started, tensors
@@ -37,9 +39,14 @@ def a_job(optimizer, loss_fn=loss_fn):
 BATCHES = [batch(0), (batch(1)[0] * float("inf"), batch(1)[1]), batch(2), batch(3)]
 
 
-@pytest.mark.parametrize("name", FORMULA)
-def test_a_donated_step_by_a_formula_has_the_same_bits_and_stays_where_it_is(name):
-    with tracing.as_on_an_accelerator():
+ACCELERATOR = tracing.as_on_an_accelerator
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("AdamW", contextlib.nullcontext), *((name, ACCELERATOR) for name in FORMULA)]
+)
+def test_a_donated_step_has_the_same_bits_and_stays_where_it_is(name, way):
+    with way():
         state, step = job(OPTIMIZERS[name], RULE, bn_update="window", max_norm=1.0)
         state = expected = state._replace(rng=torch.Generator().manual_seed(3).get_state())
         state = clone(state)

@@ -7,7 +7,7 @@ import weakref
 import optree
 import pytest
 import torch
-from helpers import find_no_plans, same_bits
+from helpers import find_no_plans, same_bits, started
 from torch import nn
 
 import purescale as ps
@@ -150,16 +150,19 @@ def test_a_wrong_argument_is_refused_with_the_same_words(what, monkeypatch):
     assert remembering == refused()
 
 
-def test_the_state_of_another_class_is_refused_where_its_metadata_is_known():
-    params, scaler = parameters(), RULE.init()
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "SGD"])
+def test_the_state_of_another_class_is_refused_also_where_its_metadata_is_known(name):
+    params, scaler, momentum = parameters(), RULE.init(), {"momentum": 0.9} if name == "SGD" else {}
     grads = {name: torch.ones_like(p) for name, p in params.items()}
-    adamw, adagrad = (ps.from_torch(getattr(torch.optim, n), lr=0.1) for n in ("AdamW", "Adagrad"))
-    for optimizer in (adamw, adagrad):
-        ps.unscale_and_step(optimizer, scaler, params, grads, optimizer.init(params))
-    for optimizer, other in ((adamw, adagrad), (adagrad, adamw)):
-        state = other.init(params)
-        with pytest.raises(ValueError, match="opt_state"):
-            ps.unscale_and_step(optimizer, scaler, params, grads, state)
+    optimizer = ps.from_torch(getattr(torch.optim, name), lr=0.1, **momentum)
+    adagrad = ps.from_torch(torch.optim.Adagrad, lr=0.1)
+    pairs = (optimizer, adagrad, name), (adagrad, optimizer, "Adagrad")
+    for _ in range(2):
+        for each, other, kind in pairs:
+            with pytest.raises(ValueError, match=rf"opt_state has no .* that {kind} keeps"):
+                ps.unscale_and_step(each, scaler, params, grads, other.init(params))
+        for each in (optimizer, adagrad):
+            ps.unscale_and_step(each, scaler, params, grads, each.init(params))
 
 
 def test_no_tensor_is_kept_alive():
@@ -193,13 +196,11 @@ def own(base, model):
 
 
 ADAMW = torch.optim.AdamW
-LABELLED = ps.from_torch(ADAMW, lr=0.1)
+IN_TWO = dict.fromkeys("ab", ps.from_torch(ADAMW, lr=0.1))
 HOLDERS = {  # the settings of a step that hold a model
     "loss_fn": lambda model: {},
     "label": lambda model: {
-        "optimizer": ps.partition(
-            {"a": LABELLED, "b": LABELLED}, lambda _, leaf: "ab"[leaf.ndim < 2 and bool(model)]
-        )
+        "optimizer": ps.partition(IN_TWO, lambda _, leaf: "ab"[leaf.ndim < 2 and bool(model)])
     },
     "schedule": lambda model: {"optimizer": ps.from_torch(ADAMW, lr=lambda n: 0.1 if model else 1)},
     "weight_fn": lambda model: {"weight_fn": lambda x: 1.0 if model else 2.0},
@@ -223,13 +224,10 @@ def test_a_model_is_freed_after_steps_with_any_setting_that_holds_it(holder):
             return out.square().sum(), buffers
 
         settings = {"optimizer": ps.from_torch(torch.optim.AdamW, lr=0.1), "rule": RULE}
-        settings |= holder(model)
-        guard = settings.get("guard")
-        first = settings["optimizer"], settings["rule"]
-        state = ps.init_train_state(params, buffers, *first, guard=guard)
+        settings |= {"loss_fn": loss_fn, "buffers": buffers, **holder(model)}
+        state, step = started(params, **settings)
         for donate in (False, True, True):
-            batches = [torch.ones(4, 3)] * 2
-            state, _ = ps.train_step(state, batches, loss_fn=loss_fn, donate=donate, **settings)
+            state, _ = step(state, [torch.ones(4, 3)] * 2, donate=donate)
         ps.value_and_grad(loss_fn)(state.params, buffers, torch.ones(4, 3))
         return weakref.ref(model)
 

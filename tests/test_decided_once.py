@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from helpers import clone, examples, in_processes, same_bits, shares_memory, tensors
+from helpers import clone, examples, in_processes, same_bits, shares_memory, started, tensors
 from hypothesis import given
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -110,10 +110,9 @@ def cold():
     rules._CHECKED.clear()
 
 
-ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1)
-GROUPS = ps.from_torch(
-    torch.optim.AdamW, lr=lambda t: 0.1 / (t + 1), overrides={"b": {"weight_decay": 0.5}}
-)
+adamw = functools.partial(ps.from_torch, torch.optim.AdamW)
+ADAMW = adamw(lr=0.1)
+GROUPS = adamw(lr=lambda t: 0.1 / (t + 1), overrides={"b": {"weight_decay": 0.5}})
 
 
 # ---- the facts -----------------------------------------------------------------------------------
@@ -135,6 +134,9 @@ def option(**options):
 
 def attribute(name, make):
     return lambda call: setattr(call, name, make())
+
+
+optimizer = functools.partial(attribute, "optimizer")
 
 
 def params(change):
@@ -239,17 +241,14 @@ FACTS = {
     "a guard": option(guard=ps.SpikeGuard(warmup=2), max_norm=1.0),
     "donated": option(donate=True),
     # settings
-    "groups": attribute("optimizer", lambda: GROUPS),
-    "a formula": attribute("optimizer", lambda: ps.from_torch(torch.optim.NAdam, lr=0.1)),
-    "an equal optimizer": attribute("optimizer", lambda: ps.from_torch(torch.optim.AdamW, lr=0.1)),
-    "another rate": attribute("optimizer", lambda: ps.from_torch(torch.optim.AdamW, lr=0.2)),
-    "a rate in the state": attribute(
-        "optimizer", lambda: ps.from_torch(torch.optim.AdamW, lr=0.1, in_state=("lr",))
-    ),
-    "masters": attribute("optimizer", lambda: ps.with_master_weights(ADAMW)),
-    "a partition": attribute(
-        "optimizer",
-        lambda: ps.partition({"a": ADAMW, "b": GROUPS}, lambda n, leaf: "ab"[leaf.ndim < 2]),
+    "groups": optimizer(lambda: GROUPS),
+    "a formula": optimizer(lambda: ps.from_torch(torch.optim.NAdam, lr=0.1)),
+    "an equal optimizer": optimizer(lambda: adamw(lr=0.1)),
+    "another rate": optimizer(lambda: adamw(lr=0.2)),
+    "a rate in the state": optimizer(lambda: adamw(lr=0.1, in_state=("lr",))),
+    "masters": optimizer(lambda: ps.with_master_weights(ADAMW)),
+    "a partition": optimizer(
+        lambda: ps.partition({"a": ADAMW, "b": GROUPS}, lambda n, leaf: "ab"[leaf.ndim < 2])
     ),
     "another rule": attribute("rule", lambda: ps.HeadroomScale(2.0**4)),
     # where it runs
@@ -350,8 +349,7 @@ def test_a_derivative_after_eager_steps_is_the_first_one(how):
 
 
 def vmapped(state):
-    stacked = pytree.tree_map(lambda leaf: torch.stack([leaf, leaf]), state)
-    return pytree.tree_map(lambda leaf: leaf[1], torch.vmap(step_of)(stacked))
+    return ps.member(torch.vmap(step_of)(ps.stack_states([state, state])), 1)
 
 
 def recorded(state):
@@ -363,16 +361,11 @@ def recorded(state):
     return make_fx(flat)(*leaves)(*leaves)
 
 
-def forced(state):
-    with as_on_an_accelerator():
-        return step_of(state)
-
-
 def jitted(state):
     return ps.jit(step_of, backend="aot_eager")(state)
 
 
-@pytest.mark.parametrize("where", [vmapped, recorded, forced, jitted])
+@pytest.mark.parametrize("where", [vmapped, recorded, as_on_an_accelerator()(step_of), jitted])
 def test_a_step_elsewhere_reads_nothing_and_agrees_with_the_eager_ones_around_it(where):
     """To 1e-6: other kernels."""
     state = state_of(PARAMS)
@@ -579,20 +572,10 @@ RAISING = {
 @pytest.mark.parametrize("what", RAISING)
 def test_nothing_is_changed_where_a_callable_raises(what):
     optimizer, callable, call = RAISING[what]
-    rule, guard = OwnRule(2.0**4), OwnGuard(warmup=2)
-    state = ps.init_train_state(
-        clone(PARAMS), {"calls": torch.zeros(())}, optimizer, rule, guard=guard
-    )
+    settings = {"loss_fn": LOSS, "weight_fn": WEIGHT, "guard": OwnGuard(warmup=2), "max_norm": 0.5}
+    settings["buffers"] = {"calls": torch.zeros(())}
+    state, step = started(clone(PARAMS), None, optimizer, OwnRule(2.0**4), **settings)
     batches = [torch.tensor(0.5), torch.tensor(0.25)]
-    step = functools.partial(
-        ps.train_step,
-        loss_fn=LOSS,
-        optimizer=optimizer,
-        rule=rule,
-        guard=guard,
-        weight_fn=WEIGHT,
-        max_norm=0.5,
-    )
     for _ in range(2):
         state, _ = step(state, batches, donate=True)
     before, versions = clone(state), [leaf._version for leaf in tensors(state)]
@@ -635,30 +618,27 @@ def test_a_step_is_made_as_planned_while_another_thread_enters_a_transform(
     momentum = {"momentum": 0.9} if name == "SGD" else {}
     optimizer = ps.from_torch(getattr(torch.optim, name), lr=0.1, **momentum)
     slot = "momentum_buffer" if momentum else "square_avg" if name == "RMSprop" else "exp_avg"
-    optimizer = {
-        "nothing": lambda it: it,
-        "masters": ps.with_master_weights,
-        "rounding": ps.with_stochastic_rounding,
+    wraps = {
+        **{"masters": ps.with_master_weights, "rounding": ps.with_stochastic_rounding},
+        **{"nothing": lambda it: it, "schedule": ps.with_schedule_free},
         "narrow": lambda it: ps.with_state_dtype(it, {slot: torch.bfloat16}),
-        "schedule": ps.with_schedule_free,
-    }[around](optimizer)
-    rule = ps.StaticScale(8.0)
-    params = {str(k): torch.rand(33, generator=GENERATOR) for k in range(number)}
-    if around in ("masters", "rounding"):
-        params = {name: param.bfloat16() for name, param in params.items()}
-    settings = {"loss_fn": loss_that_starts, "optimizer": optimizer, "rule": rule}
-    state, _ = ps.train_step(ps.init_train_state(params, {}, optimizer, rule), [None], **settings)
-    expected, _ = ps.train_step(state, [None], **settings)
+    }
+    optimizer = wraps[around](optimizer)
+    dtype = torch.bfloat16 if around in ("masters", "rounding") else torch.float32
+    params = {str(k): torch.rand(33, generator=GENERATOR).to(dtype) for k in range(number)}
+    state, step = started(params, loss_that_starts, optimizer, ps.StaticScale(8.0))
+    state, _ = step(state, [None])
+    expected, _ = step(state, [None])
     with beside_a_thread(in_forward_mode) as start:
-        found, _ = ps.train_step(state, [start], **settings)
+        found, _ = step(state, [start])
     assert same_bits(found, expected)
 
 
-def loss_that_starts(params, buffers, start):
+def loss_that_starts(params, start):
     """A loss in which another thread is started."""
     if start is not None:
         start()
-    return sum((param.float() ** 3).sum() for param in params.values()), buffers
+    return sum((param.float() ** 3).sum() for param in params.values())
 
 
 @contextlib.contextmanager
@@ -709,20 +689,18 @@ OF_FORMULAS = {
 @pytest.mark.parametrize("run", [in_forward_mode, in_a_compiler])
 @pytest.mark.parametrize("name", OF_FORMULAS)
 def test_a_formula_stays_off_the_graph_while_another_thread_enters_a_transform(name, run, donate):
-    optimizer, rule = OF_FORMULAS[name], ps.StaticScale(8.0)
     params = {key: torch.rand(33, generator=GENERATOR) for key in "abc"}
-    settings = {"loss_fn": loss_that_starts, "optimizer": optimizer, "rule": rule}
 
-    def state():
+    def stepped(start):
         own = {key: nn.Parameter(param.clone()) for key, param in params.items()}
-        return ps.init_train_state(own, {}, optimizer, rule)._replace(params=own)
+        state, step = started(own, loss_that_starts, OF_FORMULAS[name], ps.StaticScale(8.0))
+        return step(state._replace(params=own), [start], donate=donate)[0]
 
-    expected, _ = ps.train_step(state(), [None], donate=donate, **settings)
+    expected = stepped(None)
     with beside_a_thread(run) as start:
-        found, _ = ps.train_step(state(), [start], donate=donate, **settings)
-    assert [leaf.requires_grad for leaf in tensors(found)] == [
-        leaf.requires_grad for leaf in tensors(expected)
-    ]
+        found = stepped(start)
+    on_graph, expected_on = ([x.requires_grad for x in tensors(t)] for t in (found, expected))
+    assert on_graph == expected_on
     assert all(leaf.grad_fn is None for leaf in tensors(found))
     torch.testing.assert_close(found.params, expected.params)
 

@@ -1,15 +1,13 @@
 """Derivatives through a step: torch.func, forward mode, and in words what cannot be had."""
 
-import contextlib
 import functools
 
 import pytest
 import torch
-from helpers import CLASSES, at, started, tensors
+from helpers import CLASSES, at, on_an_accelerator, started, tensors
 from torch.autograd import forward_ad
 
 import purescale as ps
-from purescale._torch import tracing
 
 OPTIM = torch.optim
 RULE = ps.DynamicScale(init_scale=2.0**4)
@@ -35,7 +33,10 @@ def difference(fn, x, width):
     return (fn(x + width) - fn(x - width)) / (2 * width)
 
 
-@pytest.mark.parametrize(("name", "settings"), [*EVERY.items(), ("Muon", {})])
+each_class = pytest.mark.parametrize(("name", "settings"), [*EVERY.items(), ("Muon", {})])
+
+
+@each_class
 def test_derivatives_by_rate_parameters_and_gradients_are_those_of_differences(name, settings):
     """Muon's in float32 and by its rate: torch orthogonalises in bfloat16, where gradients have no
     useful differences. Rprop looks at their signs alone.
@@ -55,7 +56,7 @@ def test_derivatives_by_rate_parameters_and_gradients_are_those_of_differences(n
         torch.testing.assert_close(by_grad.sum(), expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "settings"), [*EVERY.items(), ("Muon", {})])
+@each_class
 def test_no_derivative_is_nan_where_an_element_of_the_gradient_is_zero(name, settings):
     grad = GRAD.clone()
     grad[0, 1] = 0.0
@@ -200,7 +201,6 @@ FUNCTIONS = {
     "bn_buffers": batch_norms,
     "from_state_dict": loaded,
 }
-BACKWARD = list(FUNCTIONS)[:6]
 RATE = torch.tensor(0.1, requires_grad=True)
 X = torch.tensor([0.5, 1.5, 3.0], dtype=torch.float64)
 Y = {name: GRAD if "train_step" in name else X for name in FUNCTIONS}
@@ -217,7 +217,7 @@ def test_every_public_function_is_differentiated_backward_and_forward(name):
     torch.testing.assert_close(tangent, total)
 
 
-@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("name", list(FUNCTIONS)[:6])
 def test_backward_goes_through_every_function_before_the_step(name):
     assert_backward_is_that_of_func(FUNCTIONS[name], X)
 
@@ -228,21 +228,15 @@ def on_a_graph(where):
     given["opt_state"] = ADAMW.init({"w": leaf})
     place = given["opt_state"].slots["exp_avg"] if where == "opt_state" else given[where]
     place["w"] = leaf * 2
-    return given
+    return given.values()
 
 
+TRANSFORMATION = ps.from_transformation((lambda p: (), lambda grads, state, params: (grads, state)))
 CALLS = {
-    "step": lambda params, grads, opt_state: ADAMW.step(params, grads, opt_state),
-    "maybe_step": lambda params, grads, opt_state: ps.maybe_step(
-        ADAMW, params, grads, opt_state, False
-    ),
-    "unscale_and_step": lambda params, grads, opt_state: ps.unscale_and_step(
-        ADAMW, at(1.0), params, grads, opt_state
-    ),
-    "a transformation": lambda params, grads, opt_state: ps.maybe_step(
-        ps.from_transformation((lambda params: (), lambda grads, state, params: (grads, state))),
-        *(params, grads, (), False),
-    ),
+    "step": ADAMW.step,
+    "maybe_step": lambda *trees: ps.maybe_step(ADAMW, *trees, False),
+    "unscale_and_step": lambda *trees: ps.unscale_and_step(ADAMW, at(1.0), *trees),
+    "a transformation": lambda p, g, s: ps.maybe_step(TRANSFORMATION, p, g, (), False),
     "a first state": lambda params, grads, opt_state: started(params)[0],
 }
 ON_A_GRAPH = r"{}.*is a result of torch\.autograd.*torch\.func\.grad"
@@ -257,11 +251,11 @@ ON_A_GRAPH = r"{}.*is a result of torch\.autograd.*torch\.func\.grad"
     ],
 )
 def test_a_step_on_a_graph_of_autograd_says_that_torch_func_is_the_way(call, where):
-    given = on_a_graph(where)
+    trees = on_a_graph(where)
     with pytest.raises(ValueError, match=ON_A_GRAPH.format(where)):
-        CALLS[call](**given)
+        CALLS[call](*trees)
     with torch.no_grad():
-        assert not any(tensor.requires_grad for tensor in tensors(CALLS[call](**given)))
+        assert not any(tensor.requires_grad for tensor in tensors(CALLS[call](*trees)))
 
 
 @pytest.mark.parametrize("around", [lambda it: it, ps.with_master_weights, ps.with_schedule_free])
@@ -284,9 +278,6 @@ def assert_backward_is_that_of_func(of, x, **near):
     leaf = x.clone().requires_grad_()
     of(leaf).backward()
     torch.testing.assert_close(leaf.grad, torch.func.grad(of)(x), **near)
-
-
-ROW = torch.tensor([1.0, 2.0, 3.0])
 
 
 ROW = torch.tensor([1.0, 2.0, 3.0])
@@ -339,7 +330,7 @@ def test_backward_goes_through_the_gradients_of_a_step_inside_of_a_loss(name, se
     after, params, buffers, batch = adapted(name, **settings)
     expected = torch.func.grad(lambda params: after(params, buffers, batch)[0])(params)
     weights = {name: p.clone().requires_grad_() for name, p in params.items()}
-    with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+    with on_an_accelerator(forced):
         loss = after(weights, buffers, batch)[0]
     found = torch.autograd.grad(loss, list(weights.values()))
     torch.testing.assert_close(list(found), list(expected.values()), rtol=2e-3, atol=2e-5)
@@ -361,13 +352,12 @@ def test_backward_goes_to_the_rate_of_an_optimizer_that_was_told_to_be_different
     assert_backward_is_that_of_func(of, torch.tensor(0.1), rtol=1e-4, atol=1e-5)
 
 
+def with_narrow_state(inner):
+    return ps.with_state_dtype(inner, {"*": torch.bfloat16})
+
+
 @pytest.mark.parametrize(
-    "wrap",
-    [
-        ps.with_master_weights,
-        ps.with_stochastic_rounding,
-        lambda inner: ps.with_state_dtype(inner, {"*": torch.bfloat16}),
-    ],
+    "wrap", [ps.with_master_weights, ps.with_stochastic_rounding, with_narrow_state]
 )
 def test_a_derivative_through_a_step_that_rounds_is_refused(wrap):
     """Of integers it would be zeros. vmap alone takes none, and float32 weights are not rounded."""

@@ -105,10 +105,6 @@ def stepped(params, opt_state, x):
     return ADAMW.step(params, grads, opt_state)
 
 
-def averages(opt_state):
-    return list(opt_state.slots["exp_avg"].values())
-
-
 def many(size=5):
     params = {str(index): w for index, w in enumerate(matrices(COUNT, size))}
     grads = {name: torch.randn_like(w) for name, w in params.items()}
@@ -121,7 +117,8 @@ def test_beside_an_operator_of_the_library_a_donated_value_is_the_old_one(first,
     def function(state, x):
         new = stepped(*state, x)
         params = returned(first, list(state[0].values()), list(new[0].values()))
-        return params, new[1], returned(second, averages(state[1]), averages(new[1]))
+        averages = [list(each[1].slots["exp_avg"].values()) for each in (state, new)]
+        return params, new[1], returned(second, *averages)
 
     state, x = many(), torch.tensor(0.5)
     expected = function(state, x)
@@ -137,18 +134,12 @@ def test_scanned_steps_carry_and_return_the_old_values(order, others):
         params, opt_state, *last = carry
         new, opt_state = stepped(params, opt_state, x)
         turned = dict(zip(new, (params[str(index)] for index in order), strict=True))
-        out = (
-            params,
-            {str(index): w.detach() for index, w in zip(others, last[1].values(), strict=True)},
-        )
-        return (new, opt_state, turned, last[0]), out
+        kept = {str(index): w.detach() for index, w in zip(others, last[1].values(), strict=True)}
+        return (new, opt_state, turned, last[0]), (params, kept)
 
     params, opt_state = many()
-    carry = (
-        params,
-        opt_state,
-        *(dict(zip(params, matrices(COUNT, 5), strict=True)) for _ in range(2)),
-    )
+    last = [dict(zip(params, matrices(COUNT, 5), strict=True)) for _ in range(2)]
+    carry = params, opt_state, *last
     xs, before = torch.tensor([0.5, 1.0, 1.5]), clone(carry)
     expected = ps.scan_steps(step, carry, xs)
     with jit_by("drops copies"):

@@ -1,18 +1,13 @@
 """The methods of an optimizer that a step calls: the applied step, or the old state."""
 
-import contextlib
-
 import pytest
 import torch
-from helpers import Untouched, clone, same_bits, tensors
+from helpers import Untouched, clone, on_an_accelerator, same_bits, tensors
 from torch.testing import assert_close
 
 import purescale as ps
-from purescale._optim.optimizer import FlatOptimizer, as_flat_optimizer
-from purescale._optim.step_inputs import flatten_step
-from purescale._torch.tracing import as_on_an_accelerator, current_context
+from purescale._optim.optimizer import FlatOptimizer
 from purescale._torch_optim import kernels
-from purescale._tree.gradients import Pending
 from purescale._wrappers import wrapper
 
 
@@ -66,85 +61,42 @@ OPTIMIZERS = {
 }
 
 
-def scaled_inputs(optimizer, factor, *, overflow):
-    """Return the inputs of a second step, whose gradients are scaled, and what they are made of."""
+@pytest.mark.parametrize(
+    ("factor", "overflow", "donate"),
+    [
+        *((None, False, True), (0.25, False, False), (0.25, False, True)),
+        *((None, True, False), (0.25, True, True)),
+    ],
+)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_step_of_scaled_gradients_is_that_of_unscaled_and_clipped_ones_or_the_old_state(
+    kind, factor, overflow, donate
+):
+    """Bit for bit: the scale and the factor of clipping are powers of two, the norm is 12."""
+    optimizer, scaler = OPTIMIZERS[kind], ps.StaticScale(4.0).init()
     params = {str(n): torch.linspace(-1, 1, n) for n in (3, 33, 70)}
     params["half"] = torch.linspace(-1, 1, 40).bfloat16()
     first = {name: torch.full_like(leaf, 0.5) for name, leaf in params.items()}
     params, state = optimizer.step(params, first, optimizer.init(params))
-    scaled = {name: 4 * torch.cos(leaf) for name, leaf in params.items()}
+    grads = {name: torch.where(leaf > 0, 1, -1).to(leaf) for name, leaf in params.items()}
+    grads["3"] = torch.tensor([1.0, 0.0, 0.0])
+    scaled, max_norm = {name: 4 * grad for name, grad in grads.items()}, None
+    if factor is not None:
+        max_norm = factor * (12 + 1e-6)
+        grads = {name: factor * grad for name, grad in grads.items()}
+    expected = clone((params, state)) if overflow else optimizer.step(params, grads, state)
     if overflow:
-        scaled["33"][7] = float("inf")
-    trees, inputs = flatten_step(
-        as_flat_optimizer(optimizer), current_context(), params, scaled, state
-    )
-    grads = inputs.make_gradients(trees[2])
-    factor = None if factor is None else torch.tensor(factor, dtype=torch.float64)
-    return inputs, grads._replace(pending=Pending(torch.tensor(4.0), factor)), params, state
-
-
-OVERFLOWS = [(None, True, False), (0.25, True, True)]
+        scaled["33"][7] = torch.inf
+    with Untouched(() if donate else (params, scaled, state)):
+        out = ps.unscale_and_step(optimizer, scaler, params, scaled, state, max_norm, donate=donate)
+    assert out.found_inf == overflow
+    assert same_bits(out[:2], expected)
 
 
 def test_two_leaves_of_one_dotted_name_are_refused_by_the_step_of_any_optimizer():
     params, optimizer = {"a.b": torch.ones(5), "a": {"b": torch.ones(5)}}, StepAlone()
     with pytest.raises(ValueError, match="two leaves have the same dotted name"):
         ps.maybe_step(optimizer, params, params, optimizer.init(params), found_inf=False)
-
-
-@pytest.mark.parametrize(
-    ("factor", "overflow", "in_place"),
-    [(None, False, True), (0.25, False, False), (0.3, False, True), *OVERFLOWS],
-)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_step_unless_skipped_is_the_choice_of_the_old_state_or_the_applied_step(
-    kind, factor, overflow, in_place
-):
-    optimizer = OPTIMIZERS[kind]
-    flat_optimizer = as_flat_optimizer(optimizer)
-    inputs, grads, params, state = scaled_inputs(optimizer, factor, overflow=overflow)
-    old = clone((params, state))
-    has_masters = getattr(flat_optimizer, "wide_grads", False) or kind == "partition"
-    unscaled = grads.apply_pending(wide=has_masters)
-    inputs = flat_optimizer.with_plan_and_settings(inputs)
-    expected = ps.select(overflow, old, flat_optimizer.run_step(inputs, unscaled))
-    flag = torch.tensor(overflow)
-    stepped = flat_optimizer.run_step(inputs, grads, flag, in_place=in_place)
-    if factor == 0.3:  # scale and factor are one division in a kernel
-        assert_close(stepped, expected, rtol=1e-6, atol=1e-7)
-    else:
-        assert same_bits(stepped, expected)
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_neither_preparing_nor_applying_a_step_changes_its_arguments(kind):
-    flat_optimizer = as_flat_optimizer(OPTIMIZERS[kind])
-    inputs, grads, params, state = scaled_inputs(OPTIMIZERS[kind], 0.25, overflow=False)
-    with Untouched((params, state, grads.tensors)):
-        inputs = flat_optimizer.with_plan_and_settings(inputs)
-        flat_optimizer.run_step(inputs, grads, torch.tensor(False))
-        flat_optimizer.run_step(inputs, grads)
-
-
-class Raises(StepAlone):
-    def step(self, params, grads, state):
-        raise ZeroDivisionError("of a user's step")
-
-
-class OwnRaises(torch.optim.SGD):
-    def step(self):
-        raise ZeroDivisionError("of a user's class")
-
-
-@pytest.mark.parametrize(
-    "last", [Raises(), ps.with_master_weights(Raises()), ps.from_torch(OwnRaises)]
-)
-def test_a_users_step_that_raises_leaves_donated_parts_before_it_unchanged(last):
-    optimizer = in_two(of("SGD"), last)
-    params = {"3": torch.ones(3), "5": torch.ones(5, dtype=torch.bfloat16)}
-    state = optimizer.init(params)
-    with Untouched((params, state)), pytest.raises(ZeroDivisionError):
-        ps.maybe_step(optimizer, params, clone(params), state, torch.tensor(False), donate=True)
 
 
 class Descent(FlatOptimizer):
@@ -172,14 +124,13 @@ def test_an_optimizer_is_given_unscaled_and_clipped_gradients(max_norm):
     assert_close(steps[0].params, steps[1].params)
 
 
-@pytest.mark.parametrize("on_an_accelerator", [False, True])
+@pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("cls", ["SGD", "RMSprop"])
-def test_under_no_grad_no_result_of_a_differentiable_step_is_on_a_graph(cls, on_an_accelerator):
+def test_under_no_grad_no_result_of_a_differentiable_step_is_on_a_graph(cls, forced):
     optimizer, scaler = of(cls, differentiable=True), ps.DynamicScale(init_scale=8.0).init()
     params = {"5": torch.ones(5, requires_grad=True)}
     grads, state = {"5": torch.ones(5)}, optimizer.init(params)
-    mode = as_on_an_accelerator() if on_an_accelerator else contextlib.nullcontext()
-    with torch.no_grad(), mode:
+    with torch.no_grad(), on_an_accelerator(forced):
         results = [
             optimizer.step(params, grads, state),
             ps.maybe_step(optimizer, params, grads, state, torch.tensor(False)),

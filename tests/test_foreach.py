@@ -8,7 +8,7 @@ import struct
 
 import pytest
 import torch
-from helpers import Untouched, assert_close, clone, same_bits, shares_memory
+from helpers import Untouched, assert_close, clone, on_an_accelerator, same_bits, shares_memory
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_torch_optim import SETTINGS, grads_at, make_params
@@ -28,6 +28,7 @@ CASES = [
     for i, settings in enumerate(many)
 ]
 nan, inf = float("nan"), float("inf")
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 # ---- operators, on fake CUDA tensors -------------------------------------------------------------
@@ -104,7 +105,6 @@ def operators_of_any(optimizer, *kind, counts=(10, 40), **how):
 
 
 HOW = [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "clip_value": 1.0, "donate": True}]
-f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MIXED = [(f32, f16), (f32, bf16), (f32, f64), (f64, f16), (f64, f32)]
 FORMATS = {
     "transposed": lambda t: t.transpose(0, 1),
@@ -194,29 +194,25 @@ def test_a_mean_of_gradients_has_the_same_bits_in_any_layout(lay):
 @pytest.mark.parametrize("lr", ["schedule", "tensor", "state"])
 def test_a_rate_that_is_data_is_not_read(name, lr):
     settings = {"dampening": 0.5, "momentum": 0.9} if name == "SGD" else {}
-    rate = {
-        "schedule": lambda applied: 1e-3 * 0.9**applied,
-        "tensor": torch.tensor(1e-3),
-        "state": 1e-3,
+    settings |= {
+        "schedule": {"lr": lambda applied: 1e-3 * 0.9**applied},
+        "tensor": {"lr": torch.tensor(1e-3)},
+        "state": {"in_state": ("lr",)},
     }[lr]
-    optimizer = ps.from_torch(
-        getattr(torch.optim, name), lr=rate, in_state=("lr",) if lr == "state" else (), **settings
-    )
+    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
     assert operators_of_any(optimizer, step=lambda opt, _, *given: opt.step(*given)) <= 100
 
 
 def resnet_buffers():
     """267 as a ResNet-50 has: means, variances and counts of 53 layers and more."""
-    return {
-        str(i): torch.zeros((), dtype=torch.int64) if i % 3 == 2 else torch.zeros(64)
-        for i in range(267)
-    }
+    count = torch.zeros((), dtype=torch.int64)
+    return [count.clone() if i % 3 == 2 else torch.zeros(64) for i in range(267)]
 
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_267_buffers_stand_still_in_a_handful_of_operators(donate):
     with fake_cuda():
-        old, new = (list(resnet_buffers().values()) for _ in range(2))
+        old, new = resnet_buffers(), resnet_buffers()
         bad = torch.zeros((), dtype=torch.bool)
         with Launched() as launched:
             select_leaves(bad, old, new, in_place=donate)
@@ -239,28 +235,23 @@ PAYLOADS = [
     struct.unpack("d", struct.pack("Q", bits))[0]
     for bits in (0x7FF8000000000001, 0xFFF8000000000000, 0xFFF80000DEAD0000)
 ]
+
+
+def of_four_dimensions(lay):
+    return lambda t: lay(t) if t.ndim == 4 else t
+
+
 LAYOUTS = {
     "contiguous": lambda t: t,
-    "channels_last": lambda t: (
-        t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
-    ),
+    "channels_last": of_four_dimensions(lambda t: t.to(memory_format=torch.channels_last)),
     "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim > 1 else t,
-    "permuted": lambda t: (
-        t.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2) if t.ndim == 4 else t
+    "permuted": of_four_dimensions(
+        lambda t: t.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2)
     ),
     "strided": lambda t: torch.stack([t, t], dim=-1)[..., 0],
     "expanded": lambda t: t[:1].expand_as(t) if t.ndim and t.numel() else t,
 }
-KINDS = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.bool,
-    torch.complex64,
-]
+KINDS = [f32, f64, f16, bf16, torch.int64, torch.int32, torch.bool, torch.complex64]
 
 
 @st.composite
@@ -270,25 +261,15 @@ def leaf_pairs(draw):
     """
     dtype = draw(st.sampled_from(KINDS))
     shape = draw(st.sampled_from([(), (0,), (1,), (7,), (33,), (2, 3), (2, 3, 4, 5)]))
-    half = dtype in (torch.float16, torch.bfloat16)
+    numbers = st.sampled_from(SPECIAL + ([] if dtype in (f16, bf16) else PAYLOADS))
 
     def filled():
-        values = torch.tensor(
-            draw(
-                st.lists(
-                    st.sampled_from(SPECIAL + ([] if half else PAYLOADS)), min_size=5, max_size=5
-                )
-            )
-        )
-        values = (
-            values.double().nan_to_num(1.0, 2.0, 3.0)
-            if not dtype.is_floating_point
-            else values.double()
-        )
+        values = torch.tensor(draw(st.lists(numbers, min_size=5, max_size=5))).double()
+        if not dtype.is_floating_point:
+            values = values.nan_to_num(1.0, 2.0, 3.0)
         count = torch.Size(shape).numel()
-        return LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](
-            values.repeat(count)[:count].reshape(shape).to(dtype)
-        )
+        lay = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))]
+        return lay(values.repeat(count)[:count].reshape(shape).to(dtype))
 
     return filled(), filled()
 
@@ -442,47 +423,38 @@ def test_products_and_quotients_over_lists_have_the_bits_of_those_tensor_by_tens
 # ---- formulas over lists -------------------------------------------------------------------------
 
 
-def steps(optimizer, params, count=10, skipped=4, **how):
+def steps(optimizer, params, count=4, skipped=1):
     """`count` steps of which one is bad."""
     state = optimizer.init(params)
     for step in range(count):
         grads = grads_at(step, params)
         if step == skipped:
             grads = {name: g * nan for name, g in grads.items()}
-        params, state = ps.maybe_step(
-            optimizer, params, grads, state, torch.tensor(step == skipped), **how
-        )
+        skip = torch.tensor(step == skipped)
+        params, state = ps.maybe_step(optimizer, params, grads, state, skip)
     return params, state
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """Optimizers that take the formula, also where there is a fused kernel, as they
-    do for complex parameters.
+def made(name, settings):
+    """An optimizer that takes the formula, also where there is a fused kernel, as it does for
+    complex parameters.
     """
-
-    def make(name, settings):
-        optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-        monkeypatch.setattr(optimizer, "kernel", None)
-        return optimizer
-
-    return make
+    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
+    optimizer.kernel = None
+    return optimizer
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
-def test_the_formula_of_a_class_with_a_fused_kernel_is_few_operators_too(name, made):
-    """Complex parameters take it, as no fused kernel does."""
+def test_the_formula_of_a_class_with_a_fused_kernel_is_few_operators_too(name):
     assert operators_of_any(made(name, {}), step=maybe_step) <= 100
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_formula_over_lists_agrees_with_that_tensor_by_tensor_is_pure_and_skips(
-    name, settings, made
-):
+def test_a_formula_over_lists_agrees_with_that_tensor_by_tensor_is_pure_and_skips(name, settings):
     optimizer, fine = made(name, settings), torch.tensor(False)
-    expected = steps(optimizer, make_params(), count=4, skipped=1)
+    expected = steps(optimizer, make_params())
     with over_lists():
-        params, state = steps(optimizer, make_params(), count=4, skipped=1)
+        params, state = steps(optimizer, make_params())
         assert_close((params, state), expected, rtol=1e-5, atol=1e-6)
         grads = grads_at(5, params)
         with Untouched((params, grads, state)):
@@ -520,7 +492,7 @@ def test_a_large_half_gradient_stays_finite_beside_a_complex_parameter(accelerat
     params = {"half": torch.zeros(5, dtype=torch.float16), "complex": torch.zeros(3) * 1j}
     grads = {"half": torch.full((5,), 2.0**13, dtype=torch.float16), "complex": params["complex"]}
     sgd, scaler = ps.from_torch(torch.optim.SGD, lr=1.0), ps.StaticScale(2.0**-4).init()
-    with tracing.as_on_an_accelerator() if accelerator else contextlib.nullcontext():
+    with on_an_accelerator(accelerator):
         out = ps.unscale_and_step(sgd, scaler, params, grads, sgd.init(params))
     assert not out.found_inf
     assert out.params["half"].tolist() == [-65504.0] * 5

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import examples, same_bits, slots_of
+from helpers import clone, examples, same_bits, slots_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,36 +33,20 @@ SETTINGS = {
     "Adam": st.fixed_dictionaries({**of_adam, "amsgrad": flag, "maximize": flag}),
     "AdamW": st.fixed_dictionaries({**of_adam, "amsgrad": flag, "maximize": flag}),
     "Adagrad": st.fixed_dictionaries(
-        {
-            "lr": lr,
-            "lr_decay": decay,
-            "weight_decay": decay,
-            "eps": eps,
-            "initial_accumulator_value": decay,
-        }
+        {"lr": lr, "lr_decay": decay, "weight_decay": decay, "eps": eps}
+        | {"initial_accumulator_value": decay}
     ),
     "RMSprop": st.fixed_dictionaries(
-        {
-            "lr": lr,
-            "alpha": share,
-            "eps": eps,
-            "weight_decay": decay,
-            "momentum": st.sampled_from([0.0, 0.9]),
-            "centered": flag,
-        }
+        {"lr": lr, "alpha": share, "eps": eps, "weight_decay": decay, "centered": flag}
+        | {"momentum": st.sampled_from([0.0, 0.9])}
     ),
     "Adadelta": st.fixed_dictionaries({"lr": lr, "rho": share, "eps": eps, "weight_decay": decay}),
     "Adamax": st.fixed_dictionaries({**of_adam, "maximize": flag}),
     "NAdam": st.fixed_dictionaries({**of_adam, "decoupled_weight_decay": flag}),
     "RAdam": st.fixed_dictionaries({**of_adam, "decoupled_weight_decay": flag}),
     "ASGD": st.fixed_dictionaries(
-        {
-            "lr": lr,
-            "lambd": st.sampled_from([1e-4, 0.1]),
-            "alpha": share,
-            "t0": st.sampled_from([3.0, 1e6]),
-            "weight_decay": decay,
-        }
+        {"lr": lr, "lambd": st.sampled_from([1e-4, 0.1]), "alpha": share}
+        | {"t0": st.sampled_from([3.0, 1e6]), "weight_decay": decay}
     ),
     "Rprop": st.fixed_dictionaries(
         {"lr": lr, "etas": st.sampled_from([(0.5, 1.2), (0.3, 1.5)]), "maximize": flag}
@@ -83,10 +67,8 @@ def drawn(name, seed, dtype):
     shapes = [(1, 5), (3, 11)] if name == "Muon" else [(5,), (3, 11), (300,), (1,)]
 
     def tree():
-        return {
-            f"w{i}": torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-            for i, shape in enumerate(shapes)
-        }
+        leaves = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+        return {f"w{i}": leaf.to(dtype) for i, leaf in enumerate(leaves)}
 
     return tree(), tree
 
@@ -190,19 +172,13 @@ def test_torchs_function_of_a_class_without_a_fused_kernel_agrees_with_its_formu
         if index == 3:
             grads["w2"] = torch.full_like(grads["w2"], torch.inf)
         arguments = optimizer, scaler, by_kernel[0], grads, by_kernel[1]
-        by_kernel = ps.unscale_and_step(*pytree.tree_map(clone_tensor, arguments), donate=donate)[
-            :2
-        ]
+        by_kernel = ps.unscale_and_step(*clone(arguments), donate=donate)[:2]
         with tracing.as_on_an_accelerator():
             formula = ps.unscale_and_step(optimizer, scaler, formula[0], grads, formula[1])[:2]
     assert isinstance(optimizer.kernel, ForLoopKernel)
     for got, expected in zip(*map(pytree.tree_leaves, (by_kernel, formula)), strict=True):
         scale = expected.abs().max() + 6 * rate
         assert ((got - expected).abs().max() <= 2e-6 * scale).item(), (got, expected)
-
-
-def clone_tensor(leaf):
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 @each_class
@@ -217,32 +193,30 @@ def test_members_of_a_vmap_are_a_loop_bit_for_bit(name, data):
         runs.append((params, tree(), optimizer.init(params)))
     stacked = ps.stack_states(runs)
     mapped = torch.vmap(optimizer.step)(*stacked)
-    tolerance = 1e-2 if name == "Muon" else 0
     for index, run in enumerate(runs):
         expected = torch.vmap(optimizer.step)(*ps.stack_states([run]))
-        member = pytree.tree_map(lambda t, i=index: t[i], mapped)
-        assert_equal(member, pytree.tree_map(lambda t: t[0], expected), tolerance)
+        pair = ps.member(mapped, index), ps.member(expected, 0)
+        if name == "Muon":
+            torch.testing.assert_close(*pair, rtol=1e-2, atol=1e-2)
+        else:
+            assert same_bits(*pair)
 
 
 def alone(name):
     return {} if name in ("Muon", "Adafactor") else {"foreach": False}
 
 
-def assert_equal(got, expected, tolerance):
-    if tolerance:
-        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-    else:
-        assert same_bits(got, expected)
-
-
 def test_empty_leaves_are_stepped_in_any_order():
     """Alone, before and after others of their dtype."""
     optimizer = ps.from_torch(OPTIM.RMSprop, lr=0.1)
-    dtypes = torch.float64, torch.float32, torch.float32, torch.float16, torch.float16
-    sizes = 0, 0, 3, 3, 0
-    params = {
-        str(i): torch.ones(n, dtype=d) for i, (n, d) in enumerate(zip(sizes, dtypes, strict=True))
-    }
+    kinds = (
+        (0, torch.float64),
+        (0, torch.float32),
+        (3, torch.float32),
+        (3, torch.half),
+        (0, torch.half),
+    )
+    params = {str(i): torch.ones(size, dtype=dtype) for i, (size, dtype) in enumerate(kinds)}
     moved, state = by_formula(optimizer, params, lambda: params, 2)
     expected, after = params, optimizer.init(params)
     for _ in range(2):

@@ -204,19 +204,6 @@ def test_one_that_raises_on_nan_cannot_be_skipped():
         assert_optimizer(RefusesNan(), quirks=["reads", "compile", "vmap"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        ps.from_torch(optim.AdamW, lr=lambda count: 0.1 / (1 + count), amsgrad=True),
-        ps.from_torch(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, in_state=("lr",)),
-    ],
-    ids=["AdamW", "SGD"],
-)
-def test_what_from_torch_gives_passes(optimizer):
-    assert_optimizer(optimizer)
-
-
 def test_a_transformation_passes_once_it_takes_none():
     def taking(none):
         def fn(grads, state, params):

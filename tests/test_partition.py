@@ -1,6 +1,5 @@
 """`partition`: each part has the bits of its own optimizer alone, and one flag is for all."""
 
-import contextlib
 import functools
 from unittest import mock
 
@@ -13,19 +12,19 @@ from helpers import (
     clone,
     examples,
     in_processes,
+    on_an_accelerator,
     same_bits,
+    started,
     tensors,
 )
 from hypothesis import given, reject
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
 
 import purescale as ps
 from purescale._distributed.collectives import describe_setting
-from purescale._torch import tracing
 from purescale._wrappers import wrapper
 from purescale.testing import assert_optimizer, assert_pure, assert_single_graph
 
@@ -33,7 +32,7 @@ ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
 MUON = ps.from_torch(torch.optim.Muon, lr=0.02)
 MOMENTUM = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 RMSPROP = ps.from_torch(torch.optim.RMSprop, lr=1e-2)
-GO, SKIP = torch.tensor(False), torch.tensor(True)
+GO, SKIP, ONE = torch.tensor(False), torch.tensor(True), torch.ones(1)
 
 
 def by_shape(name, param):
@@ -78,15 +77,9 @@ def alone(optimizers, label, params, grads, state):
 # ---- the bits of each part -----------------------------------------------------------------------
 
 EACH = ps.from_torch(torch.optim.AdamW, lr=1e-2, counts="each")
-some = st.sampled_from(
-    [
-        EACH,
-        MOMENTUM,
-        ps.from_torch(torch.optim.RMSprop, lr=1e-2, counts="each"),
-        ps.with_master_weights(EACH),
-        ps.with_stochastic_rounding(MOMENTUM),
-    ]
-)
+OF_RMSPROP = ps.from_torch(torch.optim.RMSprop, lr=1e-2, counts="each")
+OF_WRAPPERS = [ps.with_master_weights(EACH), ps.with_stochastic_rounding(MOMENTUM)]
+some = st.sampled_from([EACH, MOMENTUM, OF_RMSPROP, *OF_WRAPPERS])
 
 
 @examples(12)
@@ -115,7 +108,7 @@ def test_each_part_has_the_bits_of_its_optimizer_alone(
     found = params, state
     for seed in range(2):
         grads = {n: None if n == str(absent) else g for n, g in grads_of(params, seed).items()}
-        with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+        with on_an_accelerator(forced):
             expected = alone(optimizers, label, params, grads, state)
             found = ps.maybe_step(optimizer, *clone((found[0], grads, found[1])), GO, donate=donate)
         assert same_bits(found, expected)
@@ -159,55 +152,6 @@ def test_overrides_and_schedules_are_those_of_a_part():
     assert_close(params["scale"], expected)
 
 
-# ---- the oracle: two torch optimizers in an ordinary loop ----------------------------------------
-
-
-class TwoOfTorch:
-    """Muon and AdamW of torch over the same leaves; one gradient that is not finite skips both."""
-
-    def __init__(self, params):
-        self.params = {n: p.clone().requires_grad_() for n, p in params.items()}
-        of = parts_of(self.params, by_shape, self.params)
-        self.optimizers = [
-            torch.optim.Muon(of["matrices"].values(), lr=0.02),
-            torch.optim.AdamW(of["others"].values(), lr=1e-2, fused=True),
-        ]
-
-    def step(self, scaled, scale, max_norm):
-        grads = [g / scale for g in scaled.values()]
-        for param, grad in zip(self.params.values(), grads, strict=True):
-            param.grad = grad
-        if not all(grad.isfinite().all() for grad in grads):
-            return True
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(self.params.values(), max_norm)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return False
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_run_is_that_of_two_optimizers_of_torch(max_norm, donate):
-    optimizer, rule = made(), ps.DynamicScale(init_scale=2.0**10, growth_interval=2)
-    params = params_of()
-    theirs, scaler, state = TwoOfTorch(params), rule.init(), optimizer.init(params)
-    for index, bad in enumerate([None, "up", None, "scale", None, None]):
-        scaled = {n: g * scaler.scale for n, g in grads_of(params, index).items()}
-        if bad:
-            scaled[bad] = scaled[bad] * torch.inf
-        skipped = theirs.step(scaled, scaler.scale, max_norm)
-        out = ps.unscale_and_step(optimizer, scaler, params, scaled, state, max_norm, donate=donate)
-        params, state, scaler = out.params, out.opt_state, rule.update(scaler, out.found_inf)
-        assert out.found_inf == skipped == (bad is not None)
-        # Muon multiplies in bfloat16. By AdamW, one division in place of two.
-        assert_close(params, theirs.params, rtol=1e-3, atol=1e-3)
-        if max_norm is None:
-            for name in state["others"].slots["exp_avg"]:
-                assert same_bits(params[name], theirs.params[name].detach())
-    assert state["matrices"].applied == state["others"].applied == 4
-
-
 # ---- one flag ------------------------------------------------------------------------------------
 
 
@@ -220,13 +164,9 @@ def test_an_inf_in_one_gradient_skips_every_bit_of_every_part(bad, forced):
     grads = grads_of(params, 1)
     grads[bad] = grads[bad] * torch.nan
     for donate in (False, True):
-        given = clone((params, grads, state))
-        step = functools.partial(ps.unscale_and_step, optimizer, scaler, max_norm=1.0)
-        if forced:
-            with tracing.as_on_an_accelerator():
-                out = step(*given, donate=donate)
-        else:
-            out = step(*given, donate=donate)
+        trees = clone((params, grads, state))
+        with on_an_accelerator(forced):
+            out = ps.unscale_and_step(optimizer, scaler, *trees, max_norm=1.0, donate=donate)
         assert out.found_inf
         assert same_bits((out.params, out.opt_state), (params, state))
 
@@ -247,7 +187,7 @@ def test_a_donated_step_writes_into_all_that_it_was_given(forced, matrices):
     optimizer = made(matrices, ADAMW)
     params, state = params_of(), optimizer.init(params_of())
     places = [t.data_ptr() for t in tensors((params, state)) if t.is_floating_point()]
-    with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+    with on_an_accelerator(forced):
         found = ps.maybe_step(optimizer, params, grads_of(params, 0), state, GO, donate=True)
     assert [t.data_ptr() for t in tensors(found) if t.is_floating_point()] == places
 
@@ -270,7 +210,7 @@ def test_memory_that_two_parts_share_is_copied(what, forced):
         at["up"], at["embed"] = shared.view(4, 3), shared[5:]
     expected = ps.unscale_and_step(optimizer, scaler, *clone((params, grads, state)), 1.0)
     before = shared.clone()
-    with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+    with on_an_accelerator(forced):
         found = ps.unscale_and_step(optimizer, scaler, params, grads, state, 1.0, donate=True)
     assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert what == "flag" or same_bits(shared, before)
@@ -309,6 +249,10 @@ def test_a_compiled_step_is_one_graph_and_equal_to_an_eager_one():
     assert_close((given[0], given[2]), expected, rtol=1e-4, atol=1e-5)  # written into
 
 
+def squares(params, x):
+    return sum((p * x).square().sum() for p in params.values())
+
+
 def chosen_one(chosen):
     return lambda name, param: "matrices" if name == chosen else "others"
 
@@ -319,8 +263,7 @@ def test_another_label_is_never_served_by_an_old_graph():
     step = torch.compile(
         lambda optimizer, p, g, s: optimizer.step(p, g, s), fullgraph=True, backend="eager"
     )
-    params = {name: torch.zeros(1) for name in "xy"}
-    ones = {name: torch.ones(1) for name in "xy"}
+    params, ones = dict.fromkeys("xy", torch.zeros(1)), dict.fromkeys("xy", ONE)
     for chosen in "xyx":
         optimizer = made(slow, fast, chosen_one(chosen))
         found = step(optimizer, params, ones, optimizer.init(params))[0]
@@ -328,10 +271,7 @@ def test_another_label_is_never_served_by_an_old_graph():
 
 
 def test_labels_that_were_remembered_are_those_of_this_partition_and_of_these_names():
-    params, ones = (
-        {n: torch.full((1,), 8.0 * ord(n)) for n in "xy"},
-        {n: torch.ones(1) for n in "xy"},
-    )
+    params, ones = {n: torch.full((1,), 8.0 * ord(n)) for n in "xy"}, dict.fromkeys("xy", ONE)
     slow, fast = (ps.from_torch(torch.optim.SGD, lr=lr) for lr in (1.0, 2.0))
     for chosen in "xyx":
         optimizer = made(slow, fast, chosen_one(chosen))
@@ -356,14 +296,8 @@ def test_a_derivative_goes_through_every_part_or_is_refused():
 
 
 def test_a_state_is_saved_and_loaded_and_that_of_other_parts_is_refused(tmp_path):
-    optimizer, rule = made(), ps.DynamicScale()
-    params = params_of()
-    state = ps.init_train_state(params, {}, optimizer, rule)
-
-    def loss_fn(params, buffers, x):
-        return sum((p * x).square().sum() for p in params.values()), buffers
-
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    params, rule = params_of(), ps.DynamicScale()
+    state, step = started(params, squares, made(), rule)
     later, _ = step(state, [torch.ones(())])
     ps.save(tmp_path / "state.pt", later)
     loaded = ps.load(tmp_path / "state.pt", like=state)
@@ -386,16 +320,9 @@ def test_a_state_is_saved_and_loaded_and_that_of_other_parts_is_refused(tmp_path
 
 
 def test_ranks_are_told_of_another_label_and_of_another_part():
-    texts = {
-        describe_setting(each)
-        for each in (
-            made(),
-            made(MOMENTUM),
-            made(label=lambda n, p: "others"),
-            ps.partition({"others": ADAMW, "more": MUON}, by_shape),
-        )
-    }
-    assert len(texts) == 4
+    other_parts = ps.partition({"others": ADAMW, "more": MUON}, by_shape)
+    others = made(MOMENTUM), made(label=lambda n, p: "others"), other_parts
+    assert len(set(map(describe_setting, (made(), *others)))) == 4
     assert describe_setting(made()) == describe_setting(made())
 
 
@@ -422,7 +349,7 @@ def test_a_wrapper_around_has_the_bits_of_wrappers_within(around, forced):
     for seed, flag in enumerate([GO, SKIP, GO]):
         for donate in (False, True):
             grads = grads_of(params, seed)
-            with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+            with on_an_accelerator(forced):
                 one = ps.maybe_step(outer, one[0], grads, one[1], flag, donate=donate)
                 two = ps.maybe_step(inner, two[0], grads, two[1], flag, donate=donate)
             if forced:  # the unfused formulas run over other lists
@@ -443,33 +370,18 @@ def test_narrow_moments_go_around_parts_without_wrappers_only():
     assert state["others"].slots["exp_avg"]["norm"].dtype is torch.bfloat16
 
 
-def test_a_part_may_be_stepped_by_an_optimizer_that_offers_step_alone():
-    tx = (lambda params: torch.zeros(()), lambda grads, state, params: (
-        {n: None if g is None else -0.5 * g for n, g in grads.items()}, state + 1
-    ))  # fmt: skip
-    optimizer = made(MOMENTUM, ps.from_transformation(tx))
-    params = params_of()
-    grads = grads_of(params, 0)
-    state = optimizer.init(params)
-    for flag in (GO, SKIP):
-        for donate in (False, True):
-            given = clone((params, grads, state))
-            found = ps.maybe_step(optimizer, *given, flag, donate=donate)
-            assert found[1]["others"] == 1 - flag.int()
-            assert list(found[1]) == list(state) == ["matrices", "others"]  # not as they ran
-            assert same_bits(found[0]["norm"], params["norm"] - 0.5 * grads["norm"] * ~flag)
+WITHIN = made(ps.with_master_weights(MOMENTUM), ps.with_stochastic_rounding(ADAMW))
+NESTED = {
+    "wrappers around": AROUND["masters and moments"](made(MUON, ADAMW)),
+    "wrappers within": WITHIN,
+    "a partition": ps.partition({"a": WITHIN, "b": RMSPROP}, lambda n, p: "a" if p.ndim else "b"),
+}
 
 
 @pytest.mark.slow
-def test_the_battery_for_optimizers_passes_with_wrappers_around():
-    assert_optimizer(AROUND["masters and moments"](made(MUON, ADAMW)))
-
-
-@pytest.mark.slow
-def test_the_battery_passes_with_wrappers_within_and_for_a_partition_of_a_partition():
-    within = made(ps.with_master_weights(MOMENTUM), ps.with_stochastic_rounding(ADAMW))
-    assert_optimizer(within)
-    assert_optimizer(ps.partition({"a": within, "b": RMSPROP}, lambda n, p: "a" if p.ndim else "b"))
+@pytest.mark.parametrize("optimizer", NESTED.values(), ids=NESTED)
+def test_the_battery_for_optimizers_passes_for_nestings(optimizer):
+    assert_optimizer(optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -512,12 +424,6 @@ def test_an_optimizer_without_a_parameter_is_refused_with_the_names():
         made().init({})
 
 
-def test_two_parameters_of_one_dotted_name_are_refused():
-    tree = {"a.b": torch.ones(2), "a": {"b": torch.ones(2, 2)}}
-    with pytest.raises(ValueError, match="two leaves have the same dotted name"):
-        made().init(tree)
-
-
 @pytest.mark.parametrize(
     "optimizers", [{}, [ADAMW], {"a": torch.optim.AdamW}, {1: ADAMW}, {"a": ADAMW}]
 )
@@ -525,19 +431,6 @@ def test_what_is_no_dict_of_optimizers_or_no_label_is_refused(optimizers):
     label = {"up": "a"} if optimizers == {"a": ADAMW} else by_shape
     with pytest.raises(TypeError, match=r"non-empty dict of optimizers|an object with `init`"):
         ps.partition(optimizers, label)
-
-
-def test_what_does_not_fit_is_refused_before_any_part_moves():
-    optimizer = made(MOMENTUM, ADAMW)
-    params = params_of()
-    state = optimizer.init(params)
-    broken = {
-        **state,
-        "others": ADAMW.init({**parts_of(params, by_shape, params)["others"], "x": params["up"]}),
-    }
-    given = params, grads_of(params, 0), broken
-    with Untouched(given), pytest.raises(ValueError, match="opt_state knows the parameters"):
-        ps.maybe_step(optimizer, *given, GO, donate=True)
 
 
 class Fuse:
@@ -619,10 +512,7 @@ def test_a_step_that_raises_leaves_all_that_was_donated_as_it_was(data):
     forced, unscale = data.draw(st.booleans()), data.draw(st.booleans())
     fuse.left = data.draw(st.integers(1, 8) | st.integers(9, 30))
     piece = data.draw(st.sampled_from([1, 8, 2**21]))
-    with (
-        tracing.as_on_an_accelerator() if forced else contextlib.nullcontext(),
-        mock.patch.object(wrapper, "PIECE_NUMEL", piece),
-    ):
+    with on_an_accelerator(forced), mock.patch.object(wrapper, "PIECE_NUMEL", piece):
         given_trees = clone((params, scaled, state))
         try:
             if unscale:
@@ -692,13 +582,12 @@ def _each_part_takes_its_own_shards(rank):
             found = full(weights(*many[:2]))
             assert_close(found, weights(*one[:2]), rtol=1e-6, atol=1e-8)
 
-        def loss_fn(params, buffers, x):
-            return sum([(p * x).square().sum().float() for p in full(params).values()]), buffers
-
         def step(params, optimizer=optimizer):
-            state = ps.init_train_state(params, {}, optimizer, ps.NoScale())
-            settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": ps.NoScale()}
-            return ps.train_step(state, [torch.tensor(2.0)], **settings)[0].params
+            def loss(params, x):
+                return sum([(p * x).square().sum().float() for p in full(params).values()])
+
+            state, step = started(params, loss, optimizer, ps.NoScale())
+            return step(state, [torch.tensor(2.0)])[0].params
 
         assert_close(full(step(spread(begun))), step(begun), rtol=1e-2, atol=1e-6)
     given = spread(whole)
@@ -710,28 +599,24 @@ def _each_part_takes_its_own_shards(rank):
 
 def _ranks_agree_on_every_part(rank):
     rates = ps.from_torch(torch.optim.SGD, lr=0.1, in_state=("lr",))
-    params, rule = params_of(), ps.NoScale()
-
-    def loss_fn(params, buffers, x):
-        return sum((p * x).square().sum() for p in params.values()), buffers
-
-    def step(state, optimizer):
-        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
-        return ps.train_step(state, [torch.tensor(1.0 + rank)], group=dist.group.WORLD, **settings)
-
+    params, window = params_of(), [torch.tensor(1.0 + rank)]
+    begin = functools.partial(started, params, squares, rule=ps.NoScale(), group=dist.group.WORLD)
     optimizer = made(MOMENTUM, rates)
-    state = ps.init_train_state(params, {}, optimizer, rule)
-    together, _ = step(state, optimizer)
+    state, step = begin(optimizer=optimizer)
+    together, _ = step(state, window)
     slope = {n: 2 * p * (1 + 4) / 2 for n, p in params.items()}
     assert_close(together.params, optimizer.step(params, slope, state.opt_state)[0])
     with pytest.raises(ValueError, match=r"opt_state\['others'\]\.lr = .*0\.5.*1\.5"):
-        step(ps.replace_settings(state, lr=0.5 + rank), optimizer)
+        step(ps.replace_settings(state, lr=0.5 + rank), window)
     moved = made(MOMENTUM, rates, lambda n, p: "others" if rank and n == "down" else by_shape(n, p))
-    with pytest.raises(ValueError, match=r"the ranks do not hold the same: .*opt_state.*down"):
-        step(ps.init_train_state(params, {}, moved, rule), moved)
     other = made(MOMENTUM, ps.from_torch(torch.optim.SGD, lr=0.1 + rank))
-    with pytest.raises(ValueError, match="optimizer=PartitionOptimizer"):
-        step(ps.init_train_state(params, {}, other, rule), other)
+    for each, words in (
+        (moved, r"the ranks do not hold the same: .*opt_state.*down"),
+        (other, "optimizer=PartitionOptimizer"),
+    ):
+        state, step = begin(optimizer=each)
+        with pytest.raises(ValueError, match=words):
+            step(state, window)
 
 
 @pytest.mark.slow

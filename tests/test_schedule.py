@@ -8,7 +8,7 @@ import pickle
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import AsOnAnAccelerator, clone, examples, same_bits
+from helpers import AsOnAnAccelerator, clone, examples, same_bits, started
 from hypothesis import given
 from test_user_class_step import Lion
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -75,12 +75,12 @@ each = pytest.mark.parametrize("name", MAKES)
 def rates_of(make, lr=0.3, steps=STEPS):
     """torch's own scheduler in torch's own loop."""
     theirs = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
-    scheduler, rates = make(theirs), []
-    for step in range(steps):
-        rates.append(theirs.param_groups[0]["lr"])
+    scheduler = make(theirs)
+    rates = [theirs.param_groups[0]["lr"]]
+    for _ in range(steps - 1):
         theirs.step()
-        if step < steps - 1:
-            scheduler.step()
+        scheduler.step()
+        rates.append(theirs.param_groups[0]["lr"])
     return torch.tensor(rates, dtype=torch.float32)
 
 
@@ -103,11 +103,8 @@ def test_every_scheduler_of_torch_is_itself_to_the_bit(name, recwarn):
 
 
 def test_all_schedulers_of_torch_are_drawn():
-    every = {
-        name
-        for name, cls in vars(torchs).items()
-        if isinstance(cls, type) and issubclass(cls, torchs.LRScheduler)
-    }
+    classes = {name: cls for name, cls in vars(torchs).items() if isinstance(cls, type)}
+    every = {name for name, cls in classes.items() if issubclass(cls, torchs.LRScheduler)}
     assert every - MAKES.keys() == {"LRScheduler", "_LRScheduler", "ReduceLROnPlateau"}
 
 
@@ -165,14 +162,6 @@ def parameters(kind):
     return {"weight": torch.linspace(-1, 1, 6).reshape(2, 3).to(half), "bias": torch.ones(3)}
 
 
-def opt_states(tree):
-    """The states of torch's classes in a state."""
-    if isinstance(tree, ps.OptState):
-        return [tree]
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple) else ()
-    return [state for part in parts for state in opt_states(part)]
-
-
 def run_of(optimizer, params, flags, step=ps.maybe_step, **settings):
     """Parameters and states after each step of a run with these overflows."""
     params, after = clone(params), []
@@ -213,12 +202,16 @@ def test_a_skipped_step_changes_no_bit_but_the_number_of_iterations(kind):
     after = run_of(optimizer, parameters(kind), [False, *RUN], donate=True)
     pairs = zip(RUN, after, after[1:], strict=False)
     for count, (bad, before, (params, state)) in enumerate(pairs, 2):
-        counted = [each for each in opt_states(state) if each.iteration != ()]
-        assert [each.iteration.item() for each in counted] == [count]
-        assert counted[0].iteration.dtype is torch.int64
+        assert same_bits(iterations_of(state), [torch.tensor(count)])
         if bad:
             assert same_bits(params, before[0])
             assert same_bits(one_iteration_before(state), before[1])
+
+
+def iterations_of(state):
+    numbers = []
+    map_opt_states(lambda each, _: numbers.append(each.iteration) or each, state)
+    return [number for number in numbers if number != ()]
 
 
 def one_iteration_before(state):
@@ -266,13 +259,8 @@ def test_a_scaled_loop_counts_each_step_once_whatever_skips_it():
     """An overflow, a bound that is 0, no weight, a guard; retries count once."""
     optimizer, rule = ADAMW(lr=rate, schedule_by="iteration"), ps.DynamicScale()
     guard = RejectsFives()
-    state = ps.init_train_state({"w": torch.ones(2)}, {}, optimizer, rule, guard=guard)
-
-    def loss_fn(params, buffers, batch):
-        return (params["w"] * batch).sum(), buffers
-
-    step = functools.partial(
-        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, guard=guard
+    state, step = started(
+        {"w": torch.ones(2)}, lambda p, x: (p["w"] * x).sum(), optimizer, rule, guard=guard
     )
     ways = [
         {},
@@ -433,15 +421,15 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("momentum", "OneCycleLR does not move the momentum.*cycle_momentum=True"),
-        ("betas", 'setting is \'betas\', expected "lr" or "momentum"'),
-    ],
-)
-def test_a_setting_that_does_not_move_is_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
+NOT_MOVED = {
+    "momentum": "OneCycleLR does not move the momentum.*cycle_momentum=True",
+    "betas": 'setting is \'betas\', expected "lr" or "momentum"',
+}
+
+
+@pytest.mark.parametrize("setting", NOT_MOVED)
+def test_a_setting_that_does_not_move_is_refused(setting):
+    with pytest.raises(ValueError, match=NOT_MOVED[setting]):
         ps.schedule_from_torch(MAKES["OneCycleLR"], 0.3, STEPS, setting=setting)
 
 

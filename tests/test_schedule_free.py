@@ -47,22 +47,8 @@ def test_it_is_the_published_recurrence(name, size, beta):
     torch.testing.assert_close(ps.averaged(params, state)["w"], x)
 
 
-def test_a_run_ends_at_its_average_better_than_at_its_iterate():
-    torch.manual_seed(0)
-    target, noise = torch.randn(33), torch.Generator().manual_seed(1)
-    optimizer = ps.with_schedule_free(ps.from_torch(torch.optim.SGD, lr=0.5))
-    params = {"w": torch.zeros(33)}
-    state = optimizer.init(params)
-    for _ in range(300):
-        gradient = params["w"] - target + torch.randn(33, generator=noise)
-        params, state = optimizer.step(params, {"w": gradient}, state)
-    off = [(tree["w"] - target).norm() for tree in (ps.averaged(params, state), state.iterate)]
-    assert off[0] < off[1] / 4
-
-
 def test_a_backward_goes_through_a_step_of_a_differentiable_optimizer():
-    generator = torch.Generator().manual_seed(0)
-    params, grads = ({"w": torch.randn(33, generator=generator)} for _ in range(2))
+    params, grads = ({"w": torch.randn(33)} for _ in range(2))
 
     def loss(params, grads, optimizer):
         return optimizer.step(params, grads, optimizer.init(PARAMS))[0]["w"].square().sum()

@@ -5,7 +5,6 @@ import re
 import hypothesis.strategies as st
 import pytest
 import torch
-import torch.utils._pytree as pytree
 from helpers import examples, same_bits
 from hypothesis import given
 from test_torch_optim import OPTIM, SETTINGS, grads_at, implementation, make_params, ours, table
@@ -94,22 +93,20 @@ def test_overrides_equal_parameter_groups():
             p.grad = g
         optimizer.step()
     overrides = {"head.*": {"lr": 0.5}, "gain": {"weight_decay": 0.0, "betas": (0.5, 0.6)}}
-    got, _ = ours(
-        ps.from_torch(OPTIM.AdamW, lr=0.1, weight_decay=0.3, overrides=overrides), steps=5
-    )
-    assert same_bits(got, {n: p.detach() for n, p in params.items()})
+    adamw = ps.from_torch(OPTIM.AdamW, lr=0.1, weight_decay=0.3, overrides=overrides)
+    assert same_bits(ours(adamw, steps=5)[0], {n: p.detach() for n, p in params.items()})
 
 
 def test_a_tuple_of_names_and_globs_is_one_override(way):
-    def made(*overrides):
-        settings = implementation("SGD", {}, way)
-        return ps.from_torch(
-            OPTIM.SGD, lr=0.1, weight_decay=0.1, overrides=dict(overrides), **settings
-        )
-
     no_decay = {"weight_decay": 0.0}
-    one = made((("conv.bias", "norm.*"), no_decay))
-    several = made(("conv.bias", no_decay), ("norm.*", no_decay))
+    settings = {"lr": 0.1, "weight_decay": 0.1, **implementation("SGD", {}, way)}
+    one, several = (
+        ps.from_torch(OPTIM.SGD, overrides=overrides, **settings)
+        for overrides in (
+            {("conv.bias", "norm.*"): no_decay},
+            {"conv.bias": no_decay, "norm.*": no_decay},
+        )
+    )
     params = {"conv.weight": 1, "conv.bias": 2, "norm.weight": 3, "norm.bias": 4, "head": 5}
     params = {name: torch.full((2,), float(value)) for name, value in params.items()}
     grads = {name: torch.ones(2) for name in params}
@@ -143,26 +140,19 @@ def test_the_lookup_that_the_words_recommend_has_a_rule_under_vmap():
     assert same_bits(new["w"].flatten(), -torch.tensor([0.1, 0.2, 0.3, 0.3]))
 
 
-def test_parameters_may_be_any_tree():
-    sgd = ps.from_torch(OPTIM.SGD, lr=1.0, momentum=0.9, overrides={"layers.1.*": {"lr": 0.5}})
-    params = {
-        "layers": [{"w": torch.zeros(1)}, {"w": torch.zeros(1)}],
-        "head": (torch.zeros(1), None),
-    }
-    state = sgd.init(params)
-    momentum = state.slots["momentum_buffer"]
-    assert same_bits(momentum, {"layers": params["layers"], "head": (torch.zeros(1), ())}) is False
-    assert momentum["head"][1] == ()
-    grads = pytree.tree_map(lambda t: None if t is None else torch.ones(1), params)
-    stepped, _ = ps.maybe_step(sgd, params, grads, state, torch.tensor(False))
-    assert stepped == {
-        "layers": [{"w": torch.tensor([-1.0])}, {"w": torch.tensor([-0.5])}],
-        "head": (torch.tensor([-1.0]), None),
-    }
+def ours_of_ones(optimizer, params, state, steps=3):
+    ones = {name: torch.ones_like(param) for name, param in params.items()}
+    for _ in range(steps):
+        params, state = optimizer.step(params, ones, state)
+    return params, state
+
+
+def after_four_steps(**settings):
+    optimizer, params = ps.from_torch(torch.optim.AdamW, **settings), {"w": torch.ones(3)}
+    return optimizer, *ours_of_ones(optimizer, params, optimizer.init(params), steps=4)
 
 
 # ---- a rate in the state
-
 
 RATES_OF_STEPS = [0.3, 0.2, 0.25, 0.15]
 
@@ -188,10 +178,8 @@ def by_groups(name, settings, params, grads, lr_of_a_group):
 @pytest.mark.parametrize(
     ("name", "settings", "in_state"),
     [
-        (name, many[-1], in_state)
-        for name, many in SETTINGS.items()
-        for in_state in (False, True)
-        if (name, in_state) != ("Rprop", True)  # refused
+        *((name, many[-1], False) for name, many in SETTINGS.items()),
+        *((name, many[-1], True) for name, many in SETTINGS.items() if name != "Rprop"),  # refused
     ],
 )
 def test_rates_of_the_state_and_of_overrides_are_those_of_torchs_groups(
@@ -203,13 +191,9 @@ def test_rates_of_the_state_and_of_overrides_are_those_of_torchs_groups(
         "gain": torch.randn(3, 33, dtype=torch.float64),
         "head.weight": torch.randn(2, 300),
     }
-    grads = [
-        {
-            key: None if late and step == 0 and key != "gain" else torch.randn_like(param)
-            for key, param in params.items()
-        }
-        for step in range(len(RATES_OF_STEPS))
-    ]
+    grads = [{key: torch.randn_like(p) for key, p in params.items()} for _ in RATES_OF_STEPS]
+    if late:
+        grads[0] |= {"conv.weight": None, "head.weight": None}
     of_a_group = [0.4, 0.35, 0.45, 0.05] if scheduled else [0.5] * 4
     optimizer = ps.from_torch(
         getattr(OPTIM, name),
@@ -228,21 +212,11 @@ def test_rates_of_the_state_and_of_overrides_are_those_of_torchs_groups(
     torch.testing.assert_close(stepped, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_schedule_multiplies_the_rate_in_the_state():
-    def schedule(applied):
-        return 0.5**applied
-
-    optimizer, params = (
-        ps.from_torch(OPTIM.SGD, lr=schedule, in_state=("lr",)),
-        {"w": torch.ones(3)},
-    )
-    state = optimizer.init(params)
-    assert state.lr == 1.0
-    state = state._replace(lr=torch.tensor(0.3))
-    (stepped, after) = ours_of_ones(optimizer, params, state)
-    assert after.lr == torch.tensor(0.3)
-    torch.testing.assert_close(stepped["w"], torch.full((3,), 1 - 0.3 * 1.75))
-
+def test_a_state_dict_has_the_rate_in_the_state_times_its_schedule_and_that_alone_as_the_initial():
+    optimizer = ps.from_torch(OPTIM.SGD, lr=lambda applied: 0.5**applied, in_state=("lr",))
+    params = {"w": torch.ones(3)}
+    state = ps.replace_settings(optimizer.init(params), lr=0.3)
+    _, after = ours_of_ones(optimizer, params, state)
     sd = optimizer.to_state_dict(after)
     assert sd["param_groups"][0]["lr"] == torch.tensor(0.3) / 8
     assert same_bits(optimizer.from_state_dict(sd, params, applied=3), after)
@@ -293,9 +267,7 @@ def test_a_rate_that_moves_is_a_number_of_python_in_a_state_dict():
     ids=["LambdaLR", "ExponentialLR", "CosineAnnealingLR"],
 )
 def test_a_new_scheduler_of_torch_goes_on_where_a_schedule_was(schedule, make):
-    optimizer = ps.from_torch(torch.optim.AdamW, lr=schedule)
-    params = {"w": torch.ones(3)}
-    params, state = ours_of_ones(optimizer, params, optimizer.init(params), steps=4)
+    optimizer, params, state = after_four_steps(lr=schedule)
     theirs, (leaf,) = loaded(optimizer, params, state)
     scheduler = make(theirs, int(state.applied) - 1)
     for _ in range(5):
@@ -311,9 +283,7 @@ def test_the_rate_that_a_new_scheduler_multiplies_can_be_named():
     def warm_up(applied):
         return 1e-2 * (applied / 10).clamp(max=1.0)
 
-    optimizer = ps.from_torch(torch.optim.AdamW, lr=warm_up)
-    params = {"w": torch.ones(3)}
-    params, state = ours_of_ones(optimizer, params, optimizer.init(params), steps=4)
+    optimizer, params, state = after_four_steps(lr=warm_up)
     assert optimizer.to_state_dict(state)["param_groups"][0]["initial_lr"] > 0
     theirs, _ = loaded(optimizer, params, state, initial_lr=1e-2)
     scheduler = LambdaLR(theirs, lambda k: min(k / 10, 1.0), last_epoch=int(state.applied) - 1)
@@ -322,9 +292,7 @@ def test_the_rate_that_a_new_scheduler_multiplies_can_be_named():
 
 def test_a_fused_optimizer_of_torch_trains_on_with_its_gradscaler():
     """torch takes the flags from the dict, also from another optimizer of torch's."""
-    optimizer = ps.from_torch(torch.optim.AdamW, lr=falling, fused=True)
-    params = {"w": torch.ones(3)}
-    params, state = ours_of_ones(optimizer, params, optimizer.init(params), steps=4)
+    optimizer, params, state = after_four_steps(lr=falling, fused=True)
     theirs, (leaf,) = loaded(optimizer, params, state, {"fused": True})
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(leaf.sum()).backward()
@@ -332,13 +300,6 @@ def test_a_fused_optimizer_of_torch_trains_on_with_its_gradscaler():
     scaler.update()
     params, _ = ours_of_ones(optimizer, params, state, steps=1)
     torch.testing.assert_close(leaf.detach(), params["w"], rtol=1e-6, atol=1e-7)
-
-
-def ours_of_ones(optimizer, params, state, steps=3):
-    ones = {name: torch.ones_like(param) for name, param in params.items()}
-    for _ in range(steps):
-        params, state = optimizer.step(params, ones, state)
-    return params, state
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

@@ -94,10 +94,8 @@ def by_purescale(cls, settings, seed, skips, **how):
     params = tree(generator)
     optimizer = ps.from_torch(cls, **settings)
     state = optimizer.init(params)
-    for skip in skips:
-        params, state = ps.maybe_step(
-            optimizer, params, tree(generator), state, torch.tensor(skip), **how
-        )
+    for skip in map(torch.tensor, skips):
+        params, state = ps.maybe_step(optimizer, params, tree(generator), state, skip, **how)
     return params, state, optimizer
 
 
@@ -212,13 +210,10 @@ def keeps_the_parameter(self, state, p):
     state["last"] = p
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(appends, counts_in_a_tensor, changes_the_gradient),
-        *(keeps_the_gradient, keeps_the_parameter),
-    ],
-)
+LINES = appends, counts_in_a_tensor, changes_the_gradient, keeps_the_gradient, keeps_the_parameter
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_a_step_is_pure_whatever_the_class_writes_and_keeps(line):
     optimizer = ps.from_torch(type("Mine", (OfOneLine,), {"line": line}))
     params = tree(torch.Generator().manual_seed(0))

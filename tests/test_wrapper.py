@@ -2,7 +2,6 @@
 each keeps the laws of a step: skipped, donated, in pieces, mapped, compiled, over shards.
 """
 
-import contextlib
 import functools
 import itertools
 
@@ -10,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from helpers import clone, in_processes, same_bits
+from helpers import clone, in_processes, on_an_accelerator, same_bits, started
 from helpers import tensors as leaves_of
 from test_user_class_step import Lion
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import purescale as ps
-from purescale._torch import tracing
 from purescale._wrappers import wrapper
 from purescale.testing import assert_optimizer
 
@@ -27,7 +25,7 @@ AROUND = {
     "rounding": ps.with_stochastic_rounding,
     "narrow": lambda inner: ps.with_state_dtype(inner, {"*": torch.bfloat16}),
     "free": ps.with_schedule_free,
-    "part": lambda inner: ps.partition({"a": inner, "b": SGD}, lambda name, p: "ab"[p.ndim - 1]),
+    "part": lambda inner: ps.partition({"b": SGD, "a": inner}, lambda name, p: "ab"[p.ndim - 1]),
 }
 DTYPES = {"half": (torch.bfloat16, torch.float16), "mixed": (torch.float32, torch.bfloat16)}
 
@@ -46,6 +44,7 @@ INNERMOST = {
     "own": ps.from_torch(Lion, lr=0.1),
     "transformation": ps.from_transformation((clone, heavy_ball)),
 }
+IN_STATE = ("lr", "weight_decay", "betas")
 
 
 def tensors(dtypes, seed):
@@ -81,6 +80,9 @@ def test_a_nesting_is_refused_before_the_first_step_or_makes_every_step(innermos
             after = ps.maybe_step(optimizer, given[0], grads, given[1], skip)
             alone = given if skip else optimizer.step(given[0], grads, given[1])
             assert same_bits(alone, after), nesting
+            if innermost != "own":  # which adds to its state in the first step
+                form = pytree.tree_structure(given[1])
+                assert pytree.tree_structure(after[1]) == form, nesting  # and order of keys
             assert seed == 1 or same_bits(after[0]["matrix"], given[0]["matrix"]), nesting
             copies = clone((given[0], grads, given[1]))
             donated = ps.maybe_step(optimizer, *copies, skip, donate=True)
@@ -103,10 +105,6 @@ def test_a_step_keeps_the_structure_of_a_state_with_a_parameter_that_is_none(aro
     assert pytree.tree_structure(state) == form
 
 
-def on(accelerator):
-    return tracing.as_on_an_accelerator() if accelerator else contextlib.nullcontext()
-
-
 each_around = pytest.mark.parametrize("around", AROUND)
 
 
@@ -115,7 +113,7 @@ each_around = pytest.mark.parametrize("around", AROUND)
 def test_a_skipped_step_keeps_every_bit_and_a_donated_one_is_made_in_place(around, accelerator):
     optimizer = AROUND[around](INNERMOST["torch"])
     params, grads = tensors("half", 0), tensors("half", 1)
-    with on(accelerator):
+    with on_an_accelerator(accelerator):
         params, state = optimizer.step(params, grads, optimizer.init(params))
         params["vector"].view(torch.int16)[0] = 0x7F81  # a NaN with a payload
         bad = {name: grad * torch.nan for name, grad in grads.items()}
@@ -132,18 +130,18 @@ def test_a_skipped_step_keeps_every_bit_and_a_donated_one_is_made_in_place(aroun
 def test_a_run_in_pieces_that_is_saved_and_resumed_is_that_of_one_piece(
     around, donate, monkeypatch, tmp_path
 ):
-    def loss_fn(params, buffers, x):
-        return sum([(p.float() * x).square().sum() for p in params.values()]), buffers
+    def loss(params, x):
+        return sum([(p.float() * x).square().sum() for p in params.values()])
 
     def trained(*, resumed):
         optimizer, rule = AROUND[around](INNERMOST["torch"]), ps.DynamicScale(2.0**4)
-        first = state = ps.init_train_state(tensors("mixed", 0), {}, optimizer, rule)
-        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "donate": donate}
+        first, step = started(tensors("mixed", 0), loss, optimizer, rule, max_norm=1.0)
+        state = first
         for x in (1.0, torch.inf, 0.5):
             if resumed:
                 ps.save(tmp_path / "state.pt", state)
                 state = ps.load(tmp_path / "state.pt", like=clone(first))
-            state, _ = ps.train_step(state, [torch.tensor(x)], max_norm=1.0, **settings)
+            state, _ = step(state, [torch.tensor(x)], donate=donate)
         return state
 
     whole = trained(resumed=False)
@@ -195,9 +193,10 @@ def test_the_battery_for_optimizers_passes(around):
 
 
 def _shards_are_stepped_as_the_whole(rank):
+    """By settings of the optimizer, and by those in its state."""
     mesh = init_device_mesh("cpu", (2,))
-    placements = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate()}
-    shapes = {"rows": (5, 3), "columns": (3, 7), "copied": (4,)}
+    placements = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate(), "row": Shard(0)}
+    shapes = {"rows": (5, 3), "columns": (3, 7), "copied": (4,), "row": (7,)}
 
     def drawn(seed, dtype):
         generator = torch.Generator().manual_seed(seed)
@@ -211,11 +210,12 @@ def _shards_are_stepped_as_the_whole(rank):
 
     # gloo gathers no int16, the lower half of a master
     views = {"masters": ps.master_weights, "rounding": lambda params, state: params}
-    views |= {"narrow": lambda *both: both, "free": ps.averaged}
-    for around, seen in views.items():
-        optimizer = AROUND[around](ps.from_torch(torch.optim.AdamW, lr=0.01))
+    views |= {"narrow": lambda *both: both, "free": ps.averaged, "nothing": lambda *both: both}
+    for (around, seen), in_state in itertools.product(views.items(), [(), IN_STATE]):
+        adamw = ps.from_torch(torch.optim.AdamW, lr=0.01, in_state=in_state)
+        optimizer = AROUND.get(around, lambda inner: inner)(adamw)
         for dtype in DTYPES["half"]:
-            params = drawn(0, torch.float32 if around == "narrow" else dtype)
+            params = drawn(0, torch.float32 if around in ("narrow", "nothing") else dtype)
             one, many = (params, optimizer.init(params)), spread(params)
             many = many, optimizer.init(many)
             for seed, (skip, donate) in enumerate([(False, False), (True, True), (False, True)]):

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import AsOnAnAccelerator, at, batch, clone, job, same_bits, scaled_by, tensors
+from helpers import AsOnAnAccelerator, at, batch, clone, job, same_bits, tensors
 
 import purescale as ps
-from purescale import interop
 
 RULE = ps.DynamicScale(init_scale=2.0**10)
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
-ADAMAX = ps.from_torch(torch.optim.Adamax, lr=0.1)
 BAD = torch.tensor(False)
+BOTH_WAYS = pytest.mark.parametrize(
+    "way", [contextlib.nullcontext, AsOnAnAccelerator], ids=["read", "unread"]
+)
 
 
 def stepped(loss_fn, params=None, buffers=None, rule=RULE, **settings):
@@ -82,82 +83,6 @@ def test_a_lazily_negated_or_conjugated_view_is_taken_as_what_it_stands_for(name
             result, expected = (GRADIENT_FUNCTIONS[name](tree, donate) for tree in (given, plain))
             assert same_bits(resolved(result), tensors(expected)), kind
             assert donate or same_bits(resolved(given), before), kind
-
-
-# ---- another default device
-
-
-def _calls():
-    state, step = job(ADAMAX, RULE)
-    overflowing = scaled_by(state, 2.0**30)
-    apply, params, buffers = ps.make_functional(torch.nn.Linear(3, 2))
-    inputs, x = batch(), torch.randn(4, 3)
-    mixed = {
-        "large": torch.randn(600_000),
-        "0-d": torch.tensor(1.0),
-        "half": torch.randn(4).half(),
-        "complex": torch.randn(3, dtype=torch.complex64),
-        "double": torch.randn(3, dtype=torch.float64),
-        "sparse": torch.eye(2)[0].to_sparse(),
-        "none": None,
-    }
-    grads = {name: torch.randn_like(t) for name, t in state.params.items()}
-    accum = ps.accumulate_grads(ps.init_accum(grads), grads, weight=2)
-    bn = ps.init_bn_stats(state.buffers)
-    calls = {
-        "scale_loss": lambda: ps.scale_loss(state.scaler, mixed["0-d"]),
-        "unscale_and_check": lambda: [
-            ps.unscale_and_check(state.scaler, clone(mixed), donate=d) for d in (False, True)
-        ],
-        "clip": lambda: [ps.clip_by_global_norm(mixed, 1.0, p) for p in (2.0, 3.0, float("inf"))],
-        "clip_by_value": lambda: ps.clip_by_value({**mixed, "complex": None}, 1.0),
-        "nothing": lambda: [
-            *(ps.clip_by_global_norm([], 1.0), ps.unscale_and_check(state.scaler, {})),
-            ps.init_accum([]),
-        ],
-        "accumulate_grads": lambda: [
-            ps.accumulate_grads(accum, grads, weight=3, found_inf=f) for f in (None, True, False)
-        ],
-        "accumulated_grads": lambda: ps.accumulated_grads(ps.merge_accum(accum, accum)),
-        "select": lambda: ps.select(True, grads, grads),
-        "train_step": lambda: step(state, [inputs], max_norm=1.0),
-        "train_step, retried": lambda: step(overflowing, [inputs], max_retries=2),
-        "make_functional": lambda: apply(params, buffers, x),
-        "bn": lambda: ps.bn_buffers(ps.merge_bn_stats(bn, bn), state.buffers),
-        "check_scaler": lambda: ps.check_scaler(state.scaler, RULE, max_skips=3),
-        "all_reduce_found_inf": lambda: ps.all_reduce_found_inf(BAD),
-    }
-    for optimizer in (SGD, ADAMAX):
-        trees = state.params, grads, optimizer.init(state.params)
-        calls[f"{optimizer}"] = lambda o=optimizer, trees=trees: (
-            ps.maybe_step(o, *trees, False),
-            ps.unscale_and_step(o, state.scaler, *trees, max_norm=1.0, clip_value=0.1),
-        )
-    peers = "torch_amp megatron deepspeed flax keras nnabla fairseq apex mmengine"
-    for module in (getattr(interop, peer) for peer in peers.split()):
-        rule = module.rule()
-        scaler = rule.init("cpu")
-        calls[f"{rule}"] = lambda m=module, r=rule, s=scaler: (
-            r.update(s, BAD),
-            r.update(s, True),
-            m.from_state_dict(m.to_state_dict(r, s), device="cpu")[1],
-        )
-    return calls
-
-
-BOTH_WAYS = pytest.mark.parametrize(
-    "way", [contextlib.nullcontext, AsOnAnAccelerator], ids=["read", "unread"]
-)
-
-
-@BOTH_WAYS
-def test_a_function_of_tensors_on_one_device_makes_none_on_the_default_device(way):
-    for name, call in _calls().items():
-        with way():
-            expected = call()
-        with way(), torch.device("meta"):
-            result = call()
-        assert same_bits(result, expected), name
 
 
 # ---- what was made under inference_mode

@@ -11,7 +11,7 @@ import purescale as ps
 
 
 class Autoencoder(nn.Module):
-    """A VAE whose encoder has a batch norm, which drops out and which counts what it has decoded."""
+    """A VAE with a batch norm in its encoder, dropout and a count of what it decoded."""
 
     def __init__(self):
         super().__init__()

@@ -28,6 +28,7 @@ from helpers import (
 from torch import nn
 
 import purescale as ps
+from purescale.testing import assert_vmap_equals_loop
 
 
 def tied_net():
@@ -156,18 +157,16 @@ def test_later_changes_to_the_module_do_not_reach_apply(case):
 def test_apply_under_vmap_equals_a_loop(case):
     module, args = case
     apply, params, buffers = ps.make_functional(module)
+
+    def call(params, buffers):
+        out, new_buffers = apply(params, buffers, *args)
+        return first(out), new_buffers
+
     stacks = [
         {name: torch.stack([t, t if t.dtype is torch.int64 else 2 * t]) for name, t in tree.items()}
         for tree in (params, buffers)
     ]
-    out, new_buffers = torch.vmap(
-        lambda p, b: (first(r[0]) if (r := apply(p, b, *args)) else None, r[1])
-    )(*stacks)
-    for index in range(2):
-        p, b = ({name: t[index] for name, t in tree.items()} for tree in stacks)
-        expected = apply(p, b, *args)
-        torch.testing.assert_close(out[index], first(expected[0]))
-        torch.testing.assert_close({name: t[index] for name, t in new_buffers.items()}, expected[1])
+    assert_vmap_equals_loop(call, *stacks, rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(

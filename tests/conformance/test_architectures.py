@@ -6,9 +6,10 @@ which PURESCALE_WRITE_TABLE=1 writes.
 import os
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
-from helpers import same_bits, tensors
+from helpers import same_bits, started, tensors
 from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
@@ -56,17 +57,9 @@ def functional(architecture):
 def trained(architecture, functional):
     """The state after three steps."""
     apply, params, buffers = functional
-    optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=1e-2), ps.NoScale()
-    state = ps.init_train_state(params, buffers, optimizer, rule)
-    for _ in range(3):
-        state, _ = ps.train_step(
-            state,
-            [architecture.inputs()],
-            loss_fn=loss_fn_of(apply),
-            optimizer=optimizer,
-            rule=rule,
-        )
-    return state
+    parts = ps.from_torch(torch.optim.AdamW, lr=1e-2), ps.NoScale()
+    run = started(params, None, *parts, loss_fn=loss_fn_of(apply), buffers=buffers)
+    return helpers.trained(*run, [[architecture.inputs()]] * 3)[0]
 
 
 def called(function, *args, **kwargs):

@@ -5,7 +5,7 @@ guard and windows of two microbatches; saved and resumed in the middle, then giv
 
 import pytest
 import torch
-from helpers import same_bits
+from helpers import same_bits, started, trained
 
 import purescale as ps
 
@@ -125,7 +125,6 @@ def torch_loop(model, optimizers, data, done=0, factor=1.0):
 def training(model, optimizer=None, policy=None):
     """The first state, and the function that takes a state through windows."""
     apply, params, buffers = ps.make_functional(model)
-    optimizer, rule, guard = optimizer or ours(), ps.DynamicScale(2.0**10), ps.SpikeGuard()
     if policy is not None:
         apply, params = ps.with_policy(apply, policy), ps.policy(policy).cast_to_param(params)
 
@@ -134,23 +133,14 @@ def training(model, optimizer=None, policy=None):
         return loss_of(out), buffers
 
     def train(state, data):
-        losses = []
-        for window in data:
-            state, info = ps.train_step(
-                state,
-                window,
-                loss_fn=loss_fn,
-                optimizer=optimizer,
-                rule=rule,
-                guard=guard,
-                max_norm=MAX_NORM,
-                donate=True,
-            )
-            assert not info.found_inf
-            losses.append(info.loss)
-        return state, torch.stack(losses)
+        state, infos = trained(state, step, data)
+        assert not any(info.found_inf for info in infos)
+        return state, torch.stack([info.loss for info in infos])
 
-    return ps.init_train_state(params, buffers, optimizer, rule, guard=guard), train
+    settings = {"buffers": buffers, "guard": ps.SpikeGuard(), "max_norm": MAX_NORM, "donate": True}
+    parts = optimizer or ours(), ps.DynamicScale(2.0**10)
+    state, step = started(params, None, *parts, loss_fn=loss_fn, **settings)
+    return state, train
 
 
 def largest_difference(model, other):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import Untouched, assert_close, same_bits, shares_memory
+from helpers import Untouched, assert_close, same_bits, shares_memory, started
 
 import purescale as ps
 
@@ -84,10 +84,6 @@ def job(model, how, policy, init_scale=2.0**16, **settings):
     """
     apply, params, buffers = ps.make_functional(model)
     apply = ps.with_policy(apply, policy)
-    optimizer, rule = (
-        ps.from_torch(torch.optim.AdamW, lr=3e-3),
-        ps.DynamicScale(init_scale=init_scale),
-    )
 
     def loss_fn(params, buffers, tokens):
         seen = []
@@ -100,14 +96,9 @@ def job(model, how, policy, init_scale=2.0**16, **settings):
         loss, _ = how(forward, tokens)
         return loss, seen[0]
 
-    def step(state, microbatches):
-        return ps.train_step(
-            state, microbatches, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
-        )
-
-    return ps.init_train_state(
-        params, buffers, optimizer, rule, rng=torch.Generator().manual_seed(0).get_state()
-    ), step
+    parts = ps.from_torch(torch.optim.AdamW, lr=3e-3), ps.DynamicScale(init_scale=init_scale)
+    settings |= {"buffers": buffers, "rng": torch.Generator().manual_seed(0).get_state()}
+    return started(params, None, *parts, loss_fn=loss_fn, **settings)
 
 
 def test_a_structured_output_keeps_its_class_and_comes_out_in_float32(tokens):

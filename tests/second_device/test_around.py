@@ -13,6 +13,7 @@ from helpers import (
     assert_close,
     clone,
     cross_entropy_of,
+    mean_square_of,
     same_bits,
     small_net,
     tensors,
@@ -383,12 +384,7 @@ def test_a_model_that_checkpoints_itself_has_the_gradients_of_one_that_does_not(
     results = []
     for checkpoints in (False, True):
         apply, params, buffers = ps.make_functional(Checkpointed(checkpoints).to(device))
-        apply = ps.with_policy(apply, f"params=float32,{policy}")
-
-        def loss_fn(params, buffers, x, apply=apply):
-            out, buffers = apply(params, buffers, x)
-            return out.float().square().mean(), buffers
-
+        loss_fn = mean_square_of(ps.with_policy(apply, f"params=float32,{policy}"))
         torch.manual_seed(1)
         x = torch.randn(33, 6, device=device)
         with steps_only():

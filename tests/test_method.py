@@ -71,6 +71,22 @@ def test_a_method_returns_what_that_of_the_module_returns_and_leaves_the_same_bu
     assert same_bits(buffers, dict(model.named_buffers()))
 
 
+def test_gradients_go_through_a_method_that_draws():
+    model, x = Autoencoder(), torch.randn(33, 6)
+    apply, params, buffers = ps.make_functional(model)
+
+    def loss_fn(params, buffers, x):
+        torch.manual_seed(1)
+        (action, log_prob), buffers = apply(params, buffers, x, method="get_action")
+        return action.sum() - log_prob.mean(), buffers
+
+    _, grads = ps.value_and_grad(loss_fn)(params, buffers, x)
+    torch.manual_seed(1)
+    action, log_prob = model.get_action(x)
+    (action.sum() - log_prob.mean()).backward()
+    assert same_bits(grads, {name: p.grad for name, p in model.named_parameters()})
+
+
 def test_a_function_of_the_module_and_its_part_are_called_like_a_method():
     model, x = Autoencoder(), torch.randn(5, 6)
     apply, params, buffers = ps.make_functional(model)

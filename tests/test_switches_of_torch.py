@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import (
+    CLASSES,
     AsOnAnAccelerator,
     batch,
     clone,
@@ -53,13 +54,8 @@ SWITCHES = {
 
 # ---- optimizers ----------------------------------------------------------------------------------
 
-CLASSES = {
-    **{name: {} for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam")},
-    **{name: {} for name in ("RAdam", "RMSprop", "Rprop", "Muon")},
-    "Adafactor": {"foreach": False},
-    "Adafactor, by lists": {"foreach": True},
-    "SGD": {"momentum": 0.9, "dampening": 0.1},
-}
+OTHERS = {"Adafactor, by lists": {"foreach": True}, "SGD": {"momentum": 0.9, "dampening": 0.1}}
+SETTINGS = CLASSES | OTHERS
 RATES = {
     "a schedule": {"lr": lambda applied: 0.1 * (applied + 1).to(F32)},
     "a number": {"lr": 0.1},
@@ -80,7 +76,7 @@ def trees(name):
 
 
 def optimizer_of(name, rate):
-    return ps.from_torch(getattr(OPTIM, name.partition(",")[0]), **RATES[rate], **CLASSES[name])
+    return ps.from_torch(getattr(OPTIM, name.partition(",")[0]), **RATES[rate], **SETTINGS[name])
 
 
 def steps_of(name, rate):
@@ -271,11 +267,11 @@ def backwards():
 
 
 # The rate of Rprop is what it begins with, and no setting of its state.
-PAIRS = [(n, rate) for n in CLASSES for rate in RATES if (n, rate) != ("Rprop", "in the state")]
+PAIRS = [(n, rate) for n in SETTINGS for rate in RATES if (n, rate) != ("Rprop", "in the state")]
 LOSSES = trainings()
 CALLS = {
     **{f"{name}, {rate}": steps_of(name, rate) for name, rate in PAIRS},
-    **{f"{n}, mapped": mapped_step_of(n) for n in CLASSES if not n.startswith("Adafactor")},
+    **{f"{n}, mapped": mapped_step_of(n) for n in SETTINGS if not n.startswith("Adafactor")},
     "an optimizer of one's own": step_by(Rotates()),
     "a transformation": step_by(ps.from_transformation(PAIR)),
     **{f"{name}, {size}": call for size in (33, 2**20) for name, call in parts_of(size).items()},

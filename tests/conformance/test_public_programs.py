@@ -41,42 +41,22 @@ def steps(optimizer, loss):
 # ---- nanoGPT: groups by dimension, warm-up and cosine by iteration, accumulation, clipping -------
 
 
-class Block(nn.Module):
-    def __init__(self, width, heads, dropout):
-        super().__init__()
-        self.heads, self.dropout = heads, nn.Dropout(dropout)
-        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.attend = nn.Linear(width, 3 * width, bias=False)
-        self.project = nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width, bias=False),
-            nn.GELU(),
-            nn.Linear(4 * width, width, bias=False),
-            nn.Dropout(dropout),
-        )
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        q, k, v = self.attend(self.norm1(x)).chunk(3, dim=-1)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.project(y.transpose(1, 2).reshape(batch, length, width)))
-        return x + self.mlp(self.norm2(x))
-
-
 class GPT(nn.Module):
     def __init__(self, vocabulary=33, length=8, width=16, dropout=0.1):
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width, 2, dropout) for _ in range(2)])
+        settings = {"batch_first": True, "norm_first": True, "bias": False, "activation": "gelu"}
+        block = nn.TransformerEncoderLayer(width, 2, 4 * width, dropout, **settings)
+        self.blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.token.weight = self.head.weight
 
     def forward(self, tokens, targets):
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
-        logits = self.head(self.norm(self.blocks(x)))
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        logits = self.head(self.norm(self.blocks(x, mask, is_causal=True)))
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

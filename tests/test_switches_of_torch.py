@@ -88,10 +88,10 @@ def steps_of(name, rate):
         state = optimizer.init(params)
         for _ in range(2):
             new, state = optimizer.step(new, grads, state)
-        given, scaler = (new, grads, state), ps.StaticScale(4.0).init("cpu")
+        arguments, scaler = (new, grads, state), ps.StaticScale(4.0).init("cpu")
         return (
-            ps.maybe_step(optimizer, *given, False),
-            ps.unscale_and_step(optimizer, scaler, *given, max_norm=1.0, clip_value=0.1),
+            ps.maybe_step(optimizer, *arguments, False),
+            ps.unscale_and_step(optimizer, scaler, *arguments, max_norm=1.0, clip_value=0.1),
             optimizer.from_state_dict(optimizer.to_state_dict(state), params, applied=2),
         )
 
@@ -101,8 +101,8 @@ def steps_of(name, rate):
 def mapped_step_of(name):
     """A step under vmap of an optimizer that was made before."""
     (params, grads), optimizer = trees(name), optimizer_of(name, "a number")
-    given = [stack([tree, tree]) for tree in (params, grads, optimizer.init(params))]
-    return lambda: torch.vmap(optimizer.step)(*given)
+    arguments = [stack([tree, tree]) for tree in (params, grads, optimizer.init(params))]
+    return lambda: torch.vmap(optimizer.step)(*arguments)
 
 
 def turned(params, grads):
@@ -126,10 +126,10 @@ MATRIX = {"w": torch.randn(33, 5)}
 
 
 def step_by(optimizer):
-    given, scaler = (MATRIX, MATRIX, optimizer.init(MATRIX)), RULE.init()
+    arguments, scaler = (MATRIX, MATRIX, optimizer.init(MATRIX)), RULE.init()
     return lambda: (
-        ps.maybe_step(optimizer, *given, False),
-        ps.unscale_and_step(optimizer, scaler, *given, max_norm=1.0),
+        ps.maybe_step(optimizer, *arguments, False),
+        ps.unscale_and_step(optimizer, scaler, *arguments, max_norm=1.0),
     )
 
 
@@ -218,8 +218,8 @@ def trainings():
     loss_fn, bn = cross_entropy_of(apply), ps.init_bn_stats(buffers)
 
     def probe():
-        found = ps.probe_scales(loss_fn, params, buffers, window[0], exponents=[0, 8, 24])
-        return found.exponents, found.zeros, found.error
+        result = ps.probe_scales(loss_fn, params, buffers, window[0], exponents=[0, 8, 24])
+        return result.exponents, result.zeros, result.error
 
     def statistics():
         stats = ps.accumulate_bn_stats(bn, apply, params, buffers, x)
@@ -253,8 +253,8 @@ def backwards():
 
     # The gradients of the last are taken one by one.
     for shape in ((5, 33), (300, 33), (2**10, 2**9)):
-        given = state_of(*shape), torch.randn(5, shape[0])
-        yield f"a backward of {shape}", functools.partial(step, *given)
+        arguments = state_of(*shape), torch.randn(5, shape[0])
+        yield f"a backward of {shape}", functools.partial(step, *arguments)
     states, xs = stack([state_of(33, 5), state_of(33, 5)]), torch.randn(2, 5, 33)
     yield "a backward, mapped", lambda: torch.vmap(step)(states, xs)
     params, x = {"w": torch.randn(33, 5)}, torch.randn(300, 33)
@@ -289,8 +289,8 @@ def test_a_call_is_the_same_whatever_is_switched(name):
         if name in LOSSES and "autocast" in what:
             continue  # a loss is computed under it
         with switch():
-            found = CALLS[name]()
-        assert same_bits(found, expected), what
+            result = CALLS[name]()
+        assert same_bits(result, expected), what
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -298,8 +298,8 @@ def test_a_call_that_reads_nothing_makes_nothing_on_the_default_device(name):
     with AsOnAnAccelerator():
         expected = CALLS[name]()
     with AsOnAnAccelerator(), torch.device("meta"):
-        found = CALLS[name]()
-    assert same_bits(found, expected)
+        result = CALLS[name]()
+    assert same_bits(result, expected)
 
 
 # ---- what the caller's autocast reaches

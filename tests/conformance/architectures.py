@@ -234,11 +234,7 @@ DECODERS = [
     decoder("Phi", LLAMA, partial_rotary_factor=0.5),
     decoder("Phi3", LLAMA),
     decoder("StableLm", LLAMA, partial_rotary_factor=0.5),
-    decoder("Olmo", LLAMA),
-    decoder("Olmo2", LLAMA),
-    decoder("Granite", LLAMA),
-    decoder("Cohere", LLAMA),
-    decoder("Starcoder2", LLAMA),
+    *(decoder(name, LLAMA) for name in ("Olmo", "Olmo2", "Granite", "Cohere", "Starcoder2")),
     decoder("DeepseekV3", LLAMA, n_routed_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=24, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=8,
         kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
@@ -262,10 +258,9 @@ ENCODERS = [
     encoder("Roberta", BERT),
     encoder("DistilBert", vocab_size=VOCABULARY, dim=WIDTH, n_layers=2, n_heads=2, hidden_dim=24,
         max_position_embeddings=32),
-    encoder("Albert", BERT, embedding_size=8),
-    encoder("Electra", BERT, embedding_size=8),
-    encoder("Deberta", BERT, relative_attention=True, pos_att_type=["c2p", "p2c"]),
-    encoder("DebertaV2", BERT, relative_attention=True, pos_att_type=["c2p", "p2c"]),
+    *(encoder(name, BERT, embedding_size=8) for name in ("Albert", "Electra")),
+    *(encoder(name, BERT, relative_attention=True, pos_att_type=["c2p", "p2c"])
+        for name in ("Deberta", "DebertaV2")),
     encoder("MPNet", BERT),
     encoder("ModernBert", BERT, local_attention=4, sep_token_id=2, cls_token_id=1),
     encoder("Longformer", BERT, attention_window=4),
@@ -291,9 +286,7 @@ TRANSLATORS = [
     translator("LongT5", T5, local_radius=3),
     translator("SwitchTransformers", T5, num_decoder_layers=2, num_experts=2,
         num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
-    translator("Bart", WORDS, STACKS),
-    translator("MBart", WORDS, STACKS),
-    translator("Pegasus", WORDS, STACKS),
+    *(translator(name, WORDS, STACKS) for name in ("Bart", "MBart", "Pegasus")),
     entry("MTModel", text, "Marian", WORDS, STACKS),
     translator("ProphetNet", WORDS, hidden_size=WIDTH, num_encoder_layers=2, num_decoder_layers=2,
         num_encoder_attention_heads=2, num_decoder_attention_heads=2, encoder_ffn_dim=24,
@@ -302,13 +295,10 @@ TRANSLATORS = [
         max_decoder_position_embeddings=32, attention_window=4),
 ]
 VISION = [
-    classifier("ViT", VIT),
-    classifier("DeiT", VIT),
+    *(classifier(name, VIT) for name in ("ViT", "DeiT")),
     classifier("Beit", VIT, use_relative_position_bias=True),
-    classifier("Swin", SWIN),
-    classifier("Swinv2", SWIN),
-    classifier("ConvNext", CONVNEXT),
-    classifier("ConvNextV2", CONVNEXT),
+    *(classifier(name, SWIN) for name in ("Swin", "Swinv2")),
+    *(classifier(name, CONVNEXT) for name in ("ConvNext", "ConvNextV2")),
     classifier("ResNet", RESNET),
     classifier("RegNet", RESNET, groups_width=8),
     classifier("EfficientNet", CLASSIFIER, image_size=SIDE, width_coefficient=0.25,
@@ -340,11 +330,9 @@ VISION = [
 ]
 TIMM = [
     timm_model("vit_tiny_patch16_224", **TIMM_VIT, drop_path_rate=0.1),
-    timm_model("vit_relpos_small_patch16_224", **TIMM_VIT),
-    timm_model("deit3_small_patch16_224", **TIMM_VIT),
-    timm_model("beit_base_patch16_224", **TIMM_VIT),
-    timm_model("eva02_tiny_patch14_224", **TIMM_VIT),
-    timm_model("cait_xxs24_224", **TIMM_VIT),
+    *(timm_model(name, **TIMM_VIT) for name in (
+        "vit_relpos_small_patch16_224", "deit3_small_patch16_224", "beit_base_patch16_224",
+        "eva02_tiny_patch14_224", "cait_xxs24_224")),
     timm_model("xcit_nano_12_p16_224", img_size=SIDE, embed_dim=WIDTH, depth=2, num_heads=2),
     timm_model("swin_tiny_patch4_window7_224", **TIMM_SWIN),
     timm_model("swinv2_tiny_window8_256", **TIMM_SWIN),
@@ -353,19 +341,13 @@ TIMM = [
     timm_model("resnet50d", **TIMM_RESNET, drop_block_rate=0.1),
     timm_model("seresnet50", **TIMM_RESNET),
     timm_model("densenet121", block_config=(1, 1), growth_rate=8),
-    timm_model("mobilenetv3_small_050"),
-    timm_model("mobilenetv4_conv_small_035"),
-    timm_model("ghostnet_050"),
-    timm_model("regnetx_002"),
-    timm_model("edgenext_xx_small"),
-    timm_model("mobilevit_xxs"),
+    *map(timm_model, (
+        "mobilenetv3_small_050", "mobilenetv4_conv_small_035", "ghostnet_050", "regnetx_002",
+        "edgenext_xx_small", "mobilevit_xxs")),
     timm_model("pvt_v2_b0", depths=(1, 1, 1, 1)),
     timm_model("mambaout_femto", depths=(1, 1), dims=(16, 24)),
-    timm_model("inception_next_atto"),
-    timm_model("starnet_s1"),
-    timm_model("fastvit_t8"),
-    timm_model("repvit_m0_9"),
-    timm_model("nf_regnet_b0"),
+    *map(timm_model, (
+        "inception_next_atto", "starnet_s1", "fastvit_t8", "repvit_m0_9", "nf_regnet_b0")),
 ]
 FILM = [entry("ForVideoClassification", film, "VideoMAE", VIT, num_frames=4)]
 SOUND = [
@@ -424,6 +406,10 @@ class Refused(NamedTuple):
     why: str
 
 
+RWKV = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2,
+    "attention_hidden_size": WIDTH, "intermediate_size": 24, "context_length": 32,
+}  # fmt: skip
 REFUSED = [
     Refused(
         timm_model("convit_tiny", **TIMM_VIT),
@@ -433,17 +419,7 @@ REFUSED = [
         "its first forward gives a buffer its shape; call the module once before `make_functional`",
     ),
     Refused(
-        entry(
-            "ForCausalLM",
-            plain_text,
-            "Rwkv",
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            num_hidden_layers=2,
-            attention_hidden_size=WIDTH,
-            intermediate_size=24,
-            context_length=32,
-        ),
+        entry("ForCausalLM", plain_text, "Rwkv", RWKV),
         False,
         RuntimeError,
         "wrote into its parameter rwkv.blocks.0.attention.output.weight",

@@ -32,19 +32,17 @@ pytestmark = pytest.mark.filterwarnings(
 STEPS, WARM_UP, RATES, MAX_NORM = 6, 8, {"matrices": 0.02, "others": 3e-3}, 1.0
 
 
-def llama(checkpointing=True):
+def llama():
     torch.manual_seed(0)
     model = from_config("Llama", "ForCausalLM", LLAMA | {"use_cache": False}).train()
-    if checkpointing:
-        assert enable_checkpointing(model)
+    assert enable_checkpointing(model)
     return model
 
 
-def vit(checkpointing=True):
+def vit():
     torch.manual_seed(0)
     model = from_timm("vit_tiny_patch16_224", TIMM_VIT).train()
-    if checkpointing:
-        assert enable_checkpointing(model)
+    assert enable_checkpointing(model)
     return model
 
 
@@ -180,19 +178,6 @@ def test_saved_resumed_and_given_back_it_is_the_loop_of_torch(make, inputs, matr
     torch_loop(rounded, torch_optimizers(rounded, matrices), data, factor=3.0)
     rounding = largest_difference(rounded, expected)
     assert largest_difference(model, expected) < 3 * rounding
-
-
-@PROGRAMS
-def test_checkpointing_and_a_save_change_no_bit(make, inputs, tmp_path):
-    data = windows(inputs, 2 * STEPS)
-    plain, train = training(make(checkpointing=False))
-    plain, plain_losses = train(plain, data)
-    state, train = training(make())
-    state, first = train(state, data[:STEPS])
-    ps.save(tmp_path / "run.pt", state)
-    state, second = train(ps.load(tmp_path / "run.pt", like=state), data[STEPS:])
-    assert same_bits(state, plain)
-    assert same_bits(torch.cat([first, second]), plain_losses)
 
 
 @PROGRAMS

@@ -411,26 +411,3 @@ def test_no_call_holds_memory_of_the_device_when_its_results_are_gone():
     with sim.counted() as counts:
         apply(params, buffers, x)
     assert counts.blocks == 0
-
-
-# ---- transforms ----------------------------------------------------------------------------------
-
-
-def test_a_step_is_differentiated_without_a_wait():
-    optimizer = ps.from_torch(torch.optim.SGD, in_state=("lr",), lr=0.1)
-
-    def body(device):
-        made = job(device, optimizer, rule=ps.StaticScale(8.0))
-        loss_fn = made.step.keywords["loss_fn"]
-
-        def final(rate):
-            state = ps.replace_settings(made.state, lr=rate)
-            for window in made.windows[2:]:
-                state, _ = made.step(state, window)
-            return loss_fn(state.params, state.buffers, made.windows[0][0])[0]
-
-        rate = torch.full((), 0.1, device=device)
-        with steps_only():
-            return torch.func.grad(final)(rate)
-
-    on_both(body)

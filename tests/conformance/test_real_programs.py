@@ -58,11 +58,6 @@ def images(generator):
     return {"x": noise + torch.eye(3)[torch.arange(4) % 3][:, :, None, None]}
 
 
-PROGRAMS = pytest.mark.parametrize(
-    ("make", "inputs"), [(llama, text), (vit, images)], ids=["llama", "vit"]
-)
-
-
 def windows(inputs, count):
     generator = torch.Generator().manual_seed(1)
     return [[inputs(generator), inputs(generator)] for _ in range(count)]
@@ -82,7 +77,7 @@ def rate(peak):
     return lambda step: peak * torch.clamp(step / WARM_UP, max=1.0)
 
 
-def ours(matrices=torch.optim.Muon):
+def ours(matrices):
     optimizers = {
         "matrices": ps.from_torch(matrices, lr=rate(RATES["matrices"])),
         "others": ps.from_torch(torch.optim.AdamW, lr=rate(RATES["others"])),
@@ -121,22 +116,15 @@ def torch_loop(model, optimizers, data, done=0, factor=1.0):
 
 
 def training(model, optimizer):
-    """The first state, and the function that takes a state through windows."""
+    """(state, step)"""
     apply, params, buffers = ps.make_functional(model)
 
     def loss_fn(params, buffers, microbatch):
         out, buffers = apply(params, buffers, **microbatch)
         return loss_of(out), buffers
 
-    def train(state, data):
-        state, infos = trained(state, step, data)
-        assert not any(info.found_inf for info in infos)
-        return state, torch.stack([info.loss for info in infos])
-
     settings = {"buffers": buffers, "guard": ps.SpikeGuard(), "max_norm": MAX_NORM, "donate": True}
-    rule = ps.DynamicScale(2.0**10)
-    state, step = started(params, None, optimizer, rule, loss_fn=loss_fn, **settings)
-    return state, train
+    return started(params, None, optimizer, ps.DynamicScale(2.0**10), loss_fn=loss_fn, **settings)
 
 
 def largest_difference(model, other):
@@ -149,11 +137,11 @@ def largest_difference(model, other):
 def saved_resumed_and_given_back(make, matrices, data, path):
     """A third of the training, a save, a third, and the last third in torch."""
     third = len(data) // 3
-    state, train = training(make(), ours(matrices))
-    state, _ = train(state, data[:third])
+    state, before = trained(*training(make(), ours(matrices)), data[:third])
     ps.save(path, state)
-    state, train = training(make(), ours(matrices))
-    state, _ = train(ps.load(path, like=state), data[third : 2 * third])
+    like, step = training(make(), ours(matrices))
+    state, after = trained(ps.load(path, like=like), step, data[third : 2 * third])
+    assert not any(info.found_inf for info in before + after)
 
     model = make()
     ps.load_into(model, state.params, state.buffers)
@@ -164,7 +152,7 @@ def saved_resumed_and_given_back(make, matrices, data, path):
     return model
 
 
-@PROGRAMS
+@pytest.mark.parametrize(("make", "inputs"), [(llama, text), (vit, images)], ids=["llama", "vit"])
 @pytest.mark.parametrize("matrices", [torch.optim.SGD, torch.optim.Muon])
 def test_saved_resumed_and_given_back_it_is_the_loop_of_torch(make, inputs, matrices, tmp_path):
     data = windows(inputs, 3 * STEPS)

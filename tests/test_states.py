@@ -301,6 +301,12 @@ def test_other_orders_of_leaves_and_of_elements_have_others(order):
     assert (ps.fingerprint(columns[list(order)]) == ps.fingerprint(columns)).item() is same
 
 
+@pytest.mark.slow
+def test_it_is_the_same_compiled():
+    state = next(states())[-1]
+    assert ps.jit(ps.fingerprint)(state) == ps.fingerprint(state)
+
+
 def test_strides_and_lazy_bits_do_not_count():
     z = torch.randn(5, 33, dtype=torch.complex64)
     for lazy in (z.conj(), z.conj().imag, z.mT):

@@ -109,24 +109,16 @@ def turned(params, grads):
     return {"w": params["w"] - grads["w"] @ grads["w"].T @ grads["w"]}
 
 
-class Rotates:
-    """An optimizer of one's own."""
-
-    def init(self, params):
-        return ()
-
-    def step(self, params, grads, opt_state):
-        return turned(params, grads), opt_state
-
-
-PAIR = SimpleNamespace(
-    init=lambda params: (), update=lambda grads, state, params: (turned({"w": 0}, grads), state)
+OWN = SimpleNamespace(
+    init=lambda params: (),
+    step=lambda params, grads, opt_state: (turned(params, grads), opt_state),
+    update=lambda grads, state, params: (turned({"w": 0}, grads), state),
 )
-MATRIX = {"w": torch.randn(33, 5)}
 
 
 def step_by(optimizer):
-    arguments, scaler = (MATRIX, MATRIX, optimizer.init(MATRIX)), RULE.init()
+    params, scaler = {"w": torch.randn(33, 5)}, RULE.init()
+    arguments = params, params, optimizer.init(params)
     return lambda: (
         ps.maybe_step(optimizer, *arguments, False),
         ps.unscale_and_step(optimizer, scaler, *arguments, max_norm=1.0),
@@ -272,8 +264,8 @@ LOSSES = trainings()
 CALLS = {
     **{f"{name}, {rate}": steps_of(name, rate) for name, rate in PAIRS},
     **{f"{n}, mapped": mapped_step_of(n) for n in SETTINGS if not n.startswith("Adafactor")},
-    "an optimizer of one's own": step_by(Rotates()),
-    "a transformation": step_by(ps.from_transformation(PAIR)),
+    "an optimizer of one's own": step_by(OWN),
+    "a transformation": step_by(ps.from_transformation(OWN)),
     **{f"{name}, {size}": call for size in (33, 2**20) for name, call in parts_of(size).items()},
     **dict(peers()),
     "simulate": scalings,

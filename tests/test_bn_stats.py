@@ -23,13 +23,12 @@ from helpers import (
     small_net,
     stack,
     tensors,
-    unstack,
 )
 from hypothesis import given
 from torch import nn
 
 import purescale as ps
-from purescale.testing import assert_pure
+from purescale.testing import assert_pure, assert_vmap_equals_loop
 
 INF = math.inf
 
@@ -300,14 +299,13 @@ def test_under_vmap_it_equals_a_loop():
     """To 1e-6: other kernels."""
     apply, params, buffers = ps.make_functional(net())
     models = [pytree.tree_map(lambda t, i=i: t * (1 + i), params) for i in range(2)]
-    stats, x = ps.init_bn_stats(buffers), stack(images(8, 8))
-    run = torch.vmap(lambda s, p, b, x: ps.accumulate_bn_stats(s, apply, p, b, x))
-    batched = run(stack([stats] * 2), stack(models), stack([buffers] * 2), x)
-    read = torch.vmap(ps.bn_buffers)(batched, stack([buffers] * 2))
-    for index in range(2):
-        expected = ps.accumulate_bn_stats(stats, apply, models[index], buffers, x[index])
-        assert_close(unstack(batched, index), expected, rtol=1e-6, atol=1e-6)
-        assert_close(unstack(read, index), ps.bn_buffers(expected, buffers), rtol=1e-5, atol=1e-5)
+
+    def gathered_and_read(stats, params, buffers, x):
+        new = ps.accumulate_bn_stats(stats, apply, params, buffers, x)
+        return new, ps.bn_buffers(new, buffers)
+
+    trees = stack([ps.init_bn_stats(buffers)] * 2), stack(models), stack([buffers] * 2)
+    assert_vmap_equals_loop(gathered_and_read, *trees, stack(images(8, 8)), rtol=1e-6, atol=1e-6)
 
 
 # ---- bad input
@@ -375,8 +373,6 @@ def test_buffers_that_apply_does_not_hand_back_are_refused():
 
 
 RULE = ps.DynamicScale(init_scale=2.0**10)
-
-
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
 
 
@@ -454,9 +450,8 @@ def test_statistics_are_gathered_in_one_graph():
 def test_windows_under_vmap_equal_a_loop():
     """To 1e-5: other kernels."""
     state, step = job(SGD, RULE, policy="float32", bn_update="window")
-    microbatches = [batch(0), batch(1)]
-    batched, _ = torch.vmap(step)(stack([state] * 2), stack([microbatches] * 2))
-    assert_close(unstack(batched, 1), step(state, microbatches)[0], rtol=1e-5, atol=1e-5)
+    windows = stack([[batch(0), batch(1)]] * 2)
+    assert_vmap_equals_loop(step, stack([state] * 2), windows, rtol=1e-5, atol=1e-5)
 
 
 # ---- what a review found

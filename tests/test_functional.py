@@ -28,6 +28,7 @@ from helpers import (
 from torch import nn
 
 import purescale as ps
+from purescale.testing import assert_vmap_equals_loop
 
 
 def tied_net():
@@ -156,18 +157,16 @@ def test_later_changes_to_the_module_do_not_reach_apply(case):
 def test_apply_under_vmap_equals_a_loop(case):
     module, args = case
     apply, params, buffers = ps.make_functional(module)
+
+    def call(params, buffers):
+        out, new_buffers = apply(params, buffers, *args)
+        return first(out), new_buffers
+
     stacks = [
         {name: torch.stack([t, t if t.dtype is torch.int64 else 2 * t]) for name, t in tree.items()}
         for tree in (params, buffers)
     ]
-    out, new_buffers = torch.vmap(
-        lambda p, b: (first(r[0]) if (r := apply(p, b, *args)) else None, r[1])
-    )(*stacks)
-    for index in range(2):
-        p, b = ({name: t[index] for name, t in tree.items()} for tree in stacks)
-        expected = apply(p, b, *args)
-        torch.testing.assert_close(out[index], first(expected[0]))
-        torch.testing.assert_close({name: t[index] for name, t in new_buffers.items()}, expected[1])
+    assert_vmap_equals_loop(call, *stacks, rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +296,8 @@ WRITES = {
     "nn.init": lambda m: nn.init.zeros_(m.w),
     "torch.clamp_": lambda m: torch.clamp_(m.w, 0, 1),
     "a view": lambda m: m.w[0].zero_(),
+    "other data": lambda m: setattr(m.w, "data", m.w / 2),
+    "a view of data": lambda m: m.w.data.view(-1)[:2].mul_(2),
     "foreach": lambda m: torch._foreach_zero_([m.w]),
 }
 HOW = {
@@ -317,6 +318,36 @@ def test_a_forward_that_writes_into_a_parameter_is_an_error_that_names_it(write,
     apply, params, buffers = ps.make_functional(writes(WRITES[write]))
     with pytest.raises(RuntimeError, match=r"wrote into its parameter w, so params\['w'\] changed"):
         HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
+
+
+@pytest.mark.parametrize(
+    ("written", "write"), [(0, torch.zero_), (2, lambda t: setattr(t, "data", t.detach().clone()))]
+)
+def test_an_error_names_the_one_of_several_parameters_that_was_written(write, written):
+    def forward(m, x):
+        with torch.no_grad():
+            write(m.parts[written])
+        return x * sum(part.sum() for part in m.parts)
+
+    parts = nn.ParameterList([torch.ones(n) for n in (1, 2, 3)])
+    with pytest.raises(RuntimeError, match=rf"its parameter parts\.{written},"):
+        called(module_of(forward, parts=parts), torch.ones(1))
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_flags_that_a_forward_switches_are_those_of_the_caller_after_the_call(wanted):
+    def forward(m, x):
+        m.a.requires_grad_(not wanted)
+        m.mean.requires_grad_()
+        return m.b(m.a(x)) + m.mean
+
+    layers = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
+    apply, params, buffers = ps.make_functional(module_of(forward, **layers, mean=torch.zeros(3)))
+    for param in params.values():
+        param.requires_grad_(wanted)
+    _, new_buffers = apply(params, buffers, torch.ones(1, 3))
+    assert {param.requires_grad for param in params.values()} == {wanted}
+    assert not new_buffers["mean"].requires_grad
 
 
 def test_a_compiled_forward_that_writes_into_a_parameter_leaves_params_alone():
@@ -377,6 +408,38 @@ def test_no_tensor_of_a_call_is_kept_alive_and_the_next_call_is_as_before(make, 
     assert same_bits(apply(params, buffers, torch.ones(1, 4)), before)
 
 
+def replaces(m, x):
+    m.mem = 0.9 * m.mem + x.mean(0)
+
+
+@pytest.mark.filterwarnings("ignore:the forward of the model left another value")
+@pytest.mark.parametrize(
+    ("change", "mapped"),
+    # torch.vmap refuses a write of one member into what all have in common
+    [
+        (lambda m, x: m.mem.add_(x.mean(0)), False),
+        (lambda m, x: setattr(m, "mem", x.mean(0)), False),
+        (replaces, True),
+    ],
+    ids=["writes", "sets", "replaces"],
+)
+def test_each_call_begins_with_the_tensors_and_arrays_of_make_functional(change, mapped):
+    def forward(m, x):
+        change(m, x)
+        m.seen += 1
+        return m.linear(x) + m.mem + float(m.seen[0])
+
+    model, x = module_of(forward, linear=nn.Linear(3, 3)), FLAT[:4, :3]
+    model.mem, model.seen = torch.zeros(3), np.zeros(2)
+    apply, params, buffers = ps.make_functional(model)
+    call = torch.vmap(lambda x: apply(params, buffers, x)[0]) if mapped else None
+    with Untouched((params, model.mem)):
+        outs = [call(x[None])[0] if mapped else apply(params, buffers, x)[0] for _ in range(3)]
+    assert model.seen.sum() == 0
+    assert same_bits(outs[1:], outs[:1] * 2)
+    torch.testing.assert_close(outs[0], model(x))
+
+
 @pytest.mark.parametrize("how", [lambda f: f, in_one_graph])
 def test_apply_inside_of_apply_has_parameters_of_its_own(how):
     def forward(m, x, then=None):
@@ -421,6 +484,8 @@ def does(what, state=None):
         (lambda m, x: setattr(m, "more", nn.Parameter(x)), "registered 'more' in its Made"),
         (lambda m, x: m.layers or m.layers.append(nn.Linear(3, 3)), "of the model registered"),
         (lambda m, x: setattr(m.relu, "late", nn.Parameter(x)), "of the model registered"),
+        (lambda m, x: setattr(m, "relu", nn.Linear(3, 3)), "registered 'relu' in its Made.*Fix: "),
+        (lambda m, x: setattr(m, "relu", nn.Sequential(m.relu, nn.BatchNorm1d(3))), "d 'relu' in"),
         (lambda m, x: setattr(m, "state", None), "removed its buffer state, or set it to None"),
         (lambda m, x: delattr(m, "state"), "removed its buffer state, or set it to None"),
         (lambda m, x: setattr(m, "w", nn.Parameter(m.w / 2)), "replaced its parameter w.*Fix: "),
@@ -431,7 +496,26 @@ def test_what_is_not_there_in_every_call_is_refused_every_time(what, message):
     apply, params, buffers = ps.make_functional(does(what))
     for _ in range(3):
         with pytest.raises(RuntimeError, match=message):
-            apply(params, buffers, torch.ones(1, 3))
+            apply(params, buffers, torch.ones(2, 3))
+
+
+def test_a_buffer_that_was_none_and_gets_a_value_is_refused_in_every_mapped_call():
+    apply, params, buffers = ps.make_functional(does(lambda m, x: setattr(m, "later", x)))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"registered 'later' in its Made.*Fix: "):
+            torch.vmap(apply, (None, None, 0))(params, buffers, torch.ones(4, 3))
+
+
+def test_a_module_of_the_same_tensors_may_take_the_place_of_another():
+    def forward(m, x):  # as BigBird does for short inputs
+        m.layer = nn.Sequential(nn.Tanh(), m.layer[0])
+        return m.layer(x)
+
+    layer, x = nn.Sequential(nn.Linear(3, 3)), torch.ones(4, 3)
+    apply, params, buffers = ps.make_functional(module_of(forward, layer=layer))
+    for _ in range(2):
+        out, _ = apply(params, buffers, x)
+        assert same_bits(out, layer[0](torch.tanh(x)).detach())
 
 
 def test_what_is_put_into_an_empty_module_is_refused_in_a_compiled_call_too():

@@ -5,10 +5,13 @@ from elsewhere; of a field of a public NamedTuple what `help` says, against what
 import copy
 import importlib
 import inspect
+import io
+import itertools
 import pickle
 import pkgutil
 import pydoc
 import re
+import sys
 import types
 from collections import namedtuple
 
@@ -19,7 +22,7 @@ from torch import Tensor
 
 import purescale as ps
 from purescale import interop
-from purescale._tree.hints import HINTS
+from purescale._tree.hints import HINTS, progress_bar
 
 INFO = ps.StepInfo(torch.ones(()), torch.tensor(False), torch.ones(()), (), (), torch.zeros(()), ())
 STATE = ps.init_train_state({"w": torch.ones(2)}, {}, ps.from_torch(torch.optim.SGD), ps.NoScale())
@@ -185,3 +188,31 @@ def test_aux_is_a_tuple_with_one_entry_a_microbatch_as_its_description_says():
     info = a_step(torch.float32)[1]
     assert type(info.aux) is tuple
     assert [float(x) for x in info.aux] == [5.0, 0.0]
+
+
+# ---- the progress bar: in a terminal, in a log, without tqdm
+
+
+def test_a_bar_without_tqdm_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # as if it was not installed
+    with pytest.raises(ImportError, match=r"Fix: `pip install '\.\[progress\]'` in a copy of the"):
+        progress_bar("run", "step")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_in_a_log_is_a_line_a_minute(terminal, monkeypatch):
+    tqdm = pytest.importorskip("tqdm.std")
+
+    class Screen(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    clock = itertools.count()  # a second between any two looks at it
+    monkeypatch.setattr(tqdm, "time", lambda: float(next(clock)))
+    monkeypatch.setattr(sys, "stderr", Screen())
+    with progress_bar("run", "step", 100) as bar:
+        for _ in range(100):
+            bar.update()
+    lines = sys.stderr.getvalue().count("run")
+    assert lines > 90 if terminal else 3 <= lines < 10
+    assert "run: 100%" in sys.stderr.getvalue()

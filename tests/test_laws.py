@@ -5,6 +5,7 @@ break it.
 import numpy as np
 import pytest
 import torch
+from helpers import started
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purescale as ps
@@ -208,15 +209,12 @@ def test_a_step_that_make_fx_records_with_values_reads_none_and_skips_an_overflo
         out, buffers = apply(params, buffers, x)
         return out.exp().square().mean(), buffers
 
-    def step(state, x):
-        return ps.train_step(
-            state, [x], loss_fn=loss_fn, optimizer=optimizer, rule=rule, max_norm=0.1
-        )
-
-    state, good = ps.init_train_state(params, buffers, optimizer, rule), torch.randn(5, 3)
-    graph = make_fx(step)(state, good)
+    settings = {"loss_fn": loss_fn, "buffers": buffers, "max_norm": 0.1}
+    state, step = started(params, None, optimizer, rule, **settings)
+    good = torch.randn(5, 3)
+    graph = make_fx(step)(state, [good])
     for x, bad in ((good + 1, False), (torch.full((5, 3), inf), True)):
-        (expected, info), (came, _) = step(state, x), graph(state, x)
+        (expected, info), (came, _) = step(state, [x]), graph(state, [x])
         assert info.found_inf.item() is bad
         torch.testing.assert_close(came, expected)
     assert same_bits(came.params, state.params)

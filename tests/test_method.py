@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import same_bits
 from torch import nn
 
@@ -12,12 +11,12 @@ import purescale as ps
 
 
 class Autoencoder(nn.Module):
-    """A VAE whose encoder has a batch norm, and which counts what it has decoded."""
+    """A VAE with a batch norm in its encoder, dropout and a count of what it decoded."""
 
     def __init__(self):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU())
-        self.moments = nn.Linear(8, 4)
+        self.moments, self.drop = nn.Linear(8, 4), nn.Dropout(0.5)
         self.decoder = nn.Linear(2, 6)
         self.register_buffer("decoded", torch.zeros((), dtype=torch.int64))
 
@@ -28,68 +27,34 @@ class Autoencoder(nn.Module):
         self.decoded += len(z)
         return torch.sigmoid(self.decoder(z))
 
+    def get_action(self, x):
+        action, mean, log_variance = self(x)
+        return action.tanh(), (mean.square() + log_variance).sum(-1)
+
+    @torch.no_grad()
+    def generate(self, z, number):
+        for _ in range(number):
+            _, z, _ = self(torch.bernoulli(self.decode(z)))
+        return z
+
     def forward(self, x):
         mean, log_variance = self.encode(x)
         z = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
-        return self.decode(z), mean, log_variance
-
-
-class Actor(nn.Module):
-    """The policy of SAC: its `get_action` draws, squashes and returns a log probability."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.mean, self.log_std = nn.Linear(5, 16), nn.Linear(16, 2), nn.Linear(16, 2)
-        self.register_buffer("scale", torch.tensor([2.0, 0.5]))
-
-    def forward(self, observation):
-        x = F.relu(self.body(observation))
-        return self.mean(x), -1.5 + 3.5 * torch.tanh(self.log_std(x))
-
-    def get_action(self, observation):
-        mean, log_std = self(observation)
-        normal = torch.distributions.Normal(mean, log_std.exp())
-        x = normal.rsample()
-        y = torch.tanh(x)
-        log_prob = normal.log_prob(x) - torch.log(self.scale * (1 - y.square()) + 1e-6)
-        return y * self.scale, log_prob.sum(-1, keepdim=True), torch.tanh(mean) * self.scale
-
-
-class LanguageModel(nn.Module):
-    """A GPT of one block, with dropout and a `generate` that asks for no gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        return self.head(self.block(self.embed(tokens), src_mask=mask))
-
-    @torch.no_grad()
-    def generate(self, tokens, number, temperature=1.0):
-        for _ in range(number):
-            logits = self(tokens[:, -6:])[:, -1] / temperature
-            token = torch.multinomial(logits.softmax(-1), 1)
-            tokens = torch.cat([tokens, token], dim=1)
-        return tokens
+        return self.decode(self.drop(z)), mean, log_variance
 
 
 CALLS = {
-    "a VAE's decode": (Autoencoder, "decode", lambda: (torch.randn(3, 2),)),
-    "SAC's get_action": (Actor, "get_action", lambda: (torch.randn(33, 5),)),
-    "a GPT's generate": (LanguageModel, "generate", lambda: (torch.tensor([[1, 2, 3]]), 5)),
+    "one that counts in a buffer": ("decode", (2,)),
+    "one that draws by way of forward": ("get_action", (6,)),
+    "one that asks for no gradient": ("generate", (2,), 5),
 }
 
 
 @pytest.fixture(params=CALLS, name="call")
 def _call(request):
     torch.manual_seed(0)
-    make, method, arguments = CALLS[request.param]
-    return make(), method, arguments()
+    method, size, *rest = CALLS[request.param]
+    return Autoencoder(), method, (torch.randn(33, *size), *rest)
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -104,6 +69,22 @@ def test_a_method_returns_what_that_of_the_module_returns_and_leaves_the_same_bu
     assert same_bits(out, expected)
     assert same_bits(new, {name: b for name, b in module.named_buffers() if name in buffers})
     assert same_bits(buffers, dict(model.named_buffers()))
+
+
+def test_gradients_go_through_a_method_that_draws():
+    model, x = Autoencoder(), torch.randn(33, 6)
+    apply, params, buffers = ps.make_functional(model)
+
+    def loss_fn(params, buffers, x):
+        torch.manual_seed(1)
+        (action, log_prob), buffers = apply(params, buffers, x, method="get_action")
+        return action.sum() - log_prob.mean(), buffers
+
+    _, grads = ps.value_and_grad(loss_fn)(params, buffers, x)
+    torch.manual_seed(1)
+    action, log_prob = model.get_action(x)
+    (action.sum() - log_prob.mean()).backward()
+    assert same_bits(grads, {name: p.grad for name, p in model.named_parameters()})
 
 
 def test_a_function_of_the_module_and_its_part_are_called_like_a_method():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import same_bits
+from helpers import module_of, same_bits
 from torch import nn
 
 import purescale as ps
@@ -50,28 +50,6 @@ class Merges(nn.Module):
         return x @ self.w if self.merged else x @ self.w + x @ self.low @ self.low.T
 
 
-class Fits(nn.Module):
-    """Has a `train` of its own, which trains it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.drop = nn.Linear(3, 3), nn.Dropout(0.5)
-
-    def train(self, x_pos, x_neg):
-        raise AssertionError("nobody asked for a training")
-
-    def forward(self, x):
-        return self.drop(self.linear(x))
-
-
-def fits_data(self, data):
-    raise AssertionError("nobody asked for a training")
-
-
-def fits_data_in_a_mode(self, mode, data):
-    raise AssertionError("nobody asked for a training")
-
-
 def called(model, x, train):
     apply, params, buffers = ps.make_functional(model)
     torch.manual_seed(0)
@@ -117,28 +95,29 @@ def test_a_hook_that_an_overridden_train_installs_is_in_no_call():
     assert same_bits(called(model, X, True)[0], model(X).detach())
 
 
-@pytest.mark.parametrize("train", [Fits.train, fits_data, fits_data_in_a_mode])
+@pytest.mark.parametrize(
+    "train",  # none of which anybody asked for
+    [lambda self, x_pos, x_neg: 1 / 0, lambda self, data: 1 / 0, lambda self, mode, data: 1 / 0],
+    ids=["two batches", "data", "a mode and data"],
+)
 @pytest.mark.parametrize("mode", [True, False])
-def test_a_train_that_takes_something_else_is_not_called(train, mode, monkeypatch):
-    monkeypatch.setattr(Fits, "train", train)
-    out, _ = called(nn.Sequential(Fits()), torch.ones(300, 3), mode)
+def test_a_train_that_takes_something_else_is_not_called(train, mode):
+    parts = {"linear": nn.Linear(3, 3), "drop": nn.Dropout(0.5)}
+    model = module_of(lambda m, x: m.drop(m.linear(x)), **parts)
+    type(model).train = train
+    out, _ = called(nn.Sequential(model), torch.ones(300, 3), mode)
     assert bool((out == 0).any()) is mode
 
 
 def test_an_overridden_eval_is_followed():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Dropout(0.5), nn.Dropout(0.5)
+    def half(self):
+        self.first.training = False
+        return self
 
-        def eval(self):
-            self.first.training = False
-            return self
-
-        def forward(self, x):
-            return self.first(x), self.second(x)
-
-    (first, second), _ = called(Half(), torch.ones(300), False)
+    drops = {"first": nn.Dropout(0.5), "second": nn.Dropout(0.5)}
+    model = module_of(lambda m, x: (m.first(x), m.second(x)), **drops)
+    type(model).eval = half
+    (first, second), _ = called(model, torch.ones(300), False)
     assert not (first == 0).any()
     assert (second == 0).any()
 

@@ -151,14 +151,9 @@ def test_a_name_that_is_not_in_the_table_is_no_attribute():
 # ---- the slower public ways give the same --------------------------------------------------------
 
 
-def both(name):
-    """What a private name stands for, and what takes its place."""
-    return look_up(NAMES[name]), NAMES[name].otherwise
-
-
 def test_without_its_name_a_backward_gives_the_same():
     used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    for run in both("run_backward"):
+    for run in (look_up(NAMES["run_backward"]), NAMES["run_backward"].otherwise):
         loss = (used**3).sum()
         gradients = run(
             (loss,), (torch.ones(()),), False, False, (used, unused), True, accumulate_grad=False

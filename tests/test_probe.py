@@ -138,14 +138,6 @@ def test_the_leaf_without_a_safe_scale_is_named():
     assert str(probe).startswith("No safe scale for 1 of 2 leaves: weak. ")
 
 
-def test_a_scale_that_was_compared_with_nothing_is_not_called_safe():
-    for exponents, fits in (([0], 0), ([15, 24], 15)):
-        probe = ps.probe_scales(two_leaves, TWO, {}, MESSAGE, exponents=exponents)
-        assert probe.high == fits
-        assert probe.window is None
-        assert probe.starved == ["strong", "weak"]
-
-
 def test_a_leaf_of_zeros_is_named_and_narrows_no_window():
     given = {**TWO, "unused": torch.ones(2)}
     probe = ps.probe_scales(two_leaves, given, {}, MESSAGE)

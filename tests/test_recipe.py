@@ -37,7 +37,7 @@ class Net(nn.Module):
         self.order = collections.OrderedDict(a=1, b=2)
         self.counter = collections.Counter(a=2, b=-1)
         self.set, self.deque = {1, 2}, collections.deque([1, 2], maxlen=4)
-        self.cache, self.helper = Cache(), Helper()
+        self.cache, self.helper = Helper(), Helper()
         self.partial = functools.partial(max, [1])
 
     def forward(self, x, changes=()):
@@ -52,14 +52,9 @@ class Net(nn.Module):
         return 1 + lengths + 10 * counts + 100 * self.cache.value
 
 
-class Cache:
-    def __init__(self):
-        self.value, self.items = 1, {}
-
-
 class Helper:
     def __init__(self):
-        self.value, self.seen = 1, []
+        self.value, self.items, self.seen = 1, {}, []
 
 
 def add_one(module, *inputs_and_out):
@@ -187,7 +182,7 @@ def picture(thing, seen=None):
         parts = sorted(thing)
     elif isinstance(thing, functools.partial):
         parts = picture(thing.args, seen)
-    if isinstance(thing, (nn.Module, Cache, Helper)):
+    if isinstance(thing, (nn.Module, Helper)):
         parts = [(key, picture(value, seen)) for key, value in sorted(vars(thing).items())]
     return id(thing), parts
 

@@ -3,12 +3,14 @@ its own checkpointing and the way back, bit for bit. `docs/modules.md` has a tab
 which PURESCALE_WRITE_TABLE=1 writes.
 """
 
+import math
 import os
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
-from helpers import same_bits, tensors
+from helpers import Untouched, assert_close, same_bits, shares_memory, started, tensors
 from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
@@ -56,17 +58,9 @@ def functional(architecture):
 def trained(architecture, functional):
     """The state after three steps."""
     apply, params, buffers = functional
-    optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=1e-2), ps.NoScale()
-    state = ps.init_train_state(params, buffers, optimizer, rule)
-    for _ in range(3):
-        state, _ = ps.train_step(
-            state,
-            [architecture.inputs()],
-            loss_fn=loss_fn_of(apply),
-            optimizer=optimizer,
-            rule=rule,
-        )
-    return state
+    parts = ps.from_torch(torch.optim.AdamW, lr=1e-2), ps.NoScale()
+    run = started(params, None, *parts, loss_fn=loss_fn_of(apply), buffers=buffers)
+    return helpers.trained(*run, [[architecture.inputs()]] * 3)[0]
 
 
 def called(function, *args, **kwargs):
@@ -223,6 +217,86 @@ def test_what_a_call_leaves_in_a_module_reaches_no_other_call(architecture, func
     assert same_bits(before, outputs(trained.params, trained.buffers, **inputs))
     without = outputs(params, buffers, **architecture.inputs())
     assert (len(ours) > len(without)) == ("output_hidden_states" in inputs)
+
+
+# ---- steps in float16
+
+POLICIES = {
+    "cast": "params=float32,compute=float16,output=float32",
+    "autocast": "params=float32,compute=autocast(float16),output=float32",
+}
+FAMILIES = "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "x-transformers"
+each_family = pytest.mark.parametrize(
+    "architecture", [a for a in ARCHITECTURES if a.name in FAMILIES], ids=lambda a: a.name
+)
+both_policies = pytest.mark.parametrize("policy", POLICIES)
+
+
+def half_training(model, policy, init_scale=2.0**16, **settings):
+    """(state, step): AdamW under a dynamic scale, dropout drawn from the state."""
+    apply, params, buffers = ps.make_functional(model)
+    apply = ps.with_policy(apply, POLICIES[policy])
+
+    def loss_fn(params, buffers, inputs):
+        out, buffers = apply(params, buffers, **inputs)
+        return loss_of(out), buffers
+
+    parts = ps.from_torch(torch.optim.AdamW, lr=1e-2), ps.DynamicScale(init_scale=init_scale)
+    settings |= {"buffers": buffers, "rng": torch.Generator().manual_seed(0).get_state()}
+    return started(params, None, *parts, loss_fn=loss_fn, **settings)
+
+
+@both_policies
+@each_family
+def test_ten_steps_replay_lower_the_loss_and_leave_the_module_as_it_was(architecture, policy):
+    model = architecture.make()
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    attributes = {name: vars(module).keys() for name, module in model.named_modules()}
+    with Untouched(own):
+        first, step = half_training(model, policy)
+        state, losses = first, []
+        for _ in range(10):
+            with Untouched(state):
+                new, info = step(state, [architecture.inputs()])
+            losses.append(info.loss.item())
+            assert math.frexp(info.scale.item())[0] == 0.5
+            if len(losses) == 2:
+                again, other = step(state, [architecture.inputs()])
+                assert same_bits((again, other.loss), (new, info.loss))
+            state = new
+    assert losses[-1] < losses[0] - 0.5
+    assert all(p.dtype is torch.float32 for p in state.params.values())
+    assert not shares_memory((first.params, first.buffers, state.params, state.buffers), own)
+    assert {name: vars(m).keys() for name, m in model.named_modules()} == attributes
+    assert all(module.training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@both_policies
+@each_family
+def test_loss_and_gradient_norm_of_a_half_step_are_those_of_the_float32_module(
+    architecture, policy
+):
+    model = architecture.make()
+    # which only measures
+    state, step = half_training(model, policy, init_scale=2.0**10, max_norm=math.inf)
+    _, info = step(state, [architecture.inputs()])
+    torch.set_rng_state(state.rng.clone())
+    loss = loss_of(model(**architecture.inputs()))
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert not info.found_inf
+    assert_close((info.loss, info.grad_norm), (loss.detach(), norm), rtol=5e-3, atol=0.0)
+
+
+def test_a_structured_output_keeps_its_class_and_comes_out_in_float32():
+    gpt2 = ARCHITECTURES[0]
+    model, inputs = gpt2.make(), gpt2.inputs()
+    apply, params, buffers = ps.make_functional(model)
+    raw, _ = ps.with_policy(apply, "params=float32,compute=float16")(params, buffers, **inputs)
+    out, _ = ps.with_policy(apply, POLICIES["cast"])(params, buffers, **inputs)
+    assert type(out) is type(model(**inputs))
+    assert (raw.logits.dtype, out.logits.dtype) == (torch.float16, torch.float32)
 
 
 # ---- what is refused

@@ -1,10 +1,12 @@
 """`with_schedule_free` beside the reference of its authors, a whole training each."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import cross_entropy_of, started, trained
 from torch import nn
 
 import purescale as ps
@@ -27,25 +29,15 @@ def test_a_training_is_that_of_the_reference_wrapper(beta):
         F.cross_entropy(other(x), y).backward()
         theirs.step()
         theirs.zero_grad()
-    trained = {name: p.detach().clone() for name, p in other.named_parameters()}
+    expected = {name: p.detach().clone() for name, p in other.named_parameters()}
     theirs.eval()
 
     apply, params, buffers = ps.make_functional(model)
     sgd = ps.from_torch(torch.optim.SGD, lr=0.1, weight_decay=1e-3)
-    parts = {"optimizer": ps.with_schedule_free(sgd, beta), "rule": ps.DynamicScale()}
-
-    def loss_fn(params, buffers, batch):
-        logits, buffers = apply(params, buffers, batch[0])
-        return F.cross_entropy(logits, batch[1]), buffers
-
-    state = ps.init_train_state(params, buffers, **parts)
-    for batch in batches:
-        state, _ = ps.train_step(state, [batch], loss_fn=loss_fn, **parts)
-    torch.testing.assert_close(state.params, trained, rtol=1e-4, atol=1e-5)
-    averages = dict(other.named_parameters())
-    torch.testing.assert_close(
-        ps.averaged(state.params, state.opt_state),
-        {name: p.detach() for name, p in averages.items()},
-        rtol=1e-4,
-        atol=1e-5,
-    )
+    settings = {"loss_fn": cross_entropy_of(apply), "buffers": buffers}
+    run = started(params, None, ps.with_schedule_free(sgd, beta), ps.DynamicScale(), **settings)
+    state, _ = trained(*run, [[batch] for batch in batches])
+    close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    close(state.params, expected)
+    averages = {name: p.detach() for name, p in other.named_parameters()}
+    close(ps.averaged(state.params, state.opt_state), averages)

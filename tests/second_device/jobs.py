@@ -149,21 +149,11 @@ def job(
     # moved as trees: torch unties the parameters of a module that moves to a device like this one
     apply, params, buffers = to(device, ps.make_functional(net()))
     params = {name: leaf.to(dtype) for name, leaf in params.items()}
-    optimizer = optimizer(device) if isinstance(optimizer, OnDevice) else optimizer
     rng = torch.Generator(device).manual_seed(3).get_state() if seeded else None
     loss_fn = loss_of(ps.with_policy(apply, policy) if policy else apply)
     settings |= {"loss_fn": loss_fn, "buffers": buffers, "rng": rng}
     state, step = started(params, None, optimizer, rule, **settings)
     return Job(state, step, to(device, windows_of(data, microbatches)))
-
-
-class OnDevice(NamedTuple):
-    """An optimizer with something on the device."""
-
-    make: Callable[[Any], Any]
-
-    def __call__(self, device: Any) -> Any:
-        return self.make(device)
 
 
 def with_aux(apply: Any) -> Any:
@@ -276,11 +266,6 @@ def ensemble(device: Any) -> Job:
     return made._replace(state=ps.stack_states(states), step=step)
 
 
-def compiled(device: Any) -> Job:
-    made = job(device, max_norm=1.0)
-    return made._replace(step=torch.compile(made.step, backend="aot_eager", fullgraph=True))
-
-
 # ---- all of them ---------------------------------------------------------------------------------
 
 
@@ -344,7 +329,7 @@ JOBS: dict[str, Callable[[Any], Job]] = {
     ),
     "overrides": plain(GROUPS),
     "a schedule": plain(ps.from_torch(torch.optim.AdamW, lr=lambda step: 1e-2 * 0.9**step)),
-    "`schedule_from_torch`": plain(OnDevice(from_torchs_scheduler)),
+    "`schedule_from_torch`": lambda device: job(device, from_torchs_scheduler(device)),
     "settings in the state": plain(IN_STATE),
     "`from_transformation`": plain(momentum()),
     "`rng` in the state": plain(seeded=True),

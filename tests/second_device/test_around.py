@@ -13,6 +13,7 @@ from helpers import (
     assert_close,
     clone,
     cross_entropy_of,
+    mean_square_of,
     same_bits,
     small_net,
     tensors,
@@ -383,12 +384,7 @@ def test_a_model_that_checkpoints_itself_has_the_gradients_of_one_that_does_not(
     results = []
     for checkpoints in (False, True):
         apply, params, buffers = ps.make_functional(Checkpointed(checkpoints).to(device))
-        apply = ps.with_policy(apply, f"params=float32,{policy}")
-
-        def loss_fn(params, buffers, x, apply=apply):
-            out, buffers = apply(params, buffers, x)
-            return out.float().square().mean(), buffers
-
+        loss_fn = mean_square_of(ps.with_policy(apply, f"params=float32,{policy}"))
         torch.manual_seed(1)
         x = torch.randn(33, 6, device=device)
         with steps_only():
@@ -415,26 +411,3 @@ def test_no_call_holds_memory_of_the_device_when_its_results_are_gone():
     with sim.counted() as counts:
         apply(params, buffers, x)
     assert counts.blocks == 0
-
-
-# ---- transforms ----------------------------------------------------------------------------------
-
-
-def test_a_step_is_differentiated_without_a_wait():
-    optimizer = ps.from_torch(torch.optim.SGD, in_state=("lr",), lr=0.1)
-
-    def body(device):
-        made = job(device, optimizer, rule=ps.StaticScale(8.0))
-        loss_fn = made.step.keywords["loss_fn"]
-
-        def final(rate):
-            state = ps.replace_settings(made.state, lr=rate)
-            for window in made.windows[2:]:
-                state, _ = made.step(state, window)
-            return loss_fn(state.params, state.buffers, made.windows[0][0])[0]
-
-        rate = torch.full((), 0.1, device=device)
-        with steps_only():
-            return torch.func.grad(final)(rate)
-
-    on_both(body)

@@ -193,6 +193,7 @@ bad = st.sampled_from([2.0**100, INF, -INF, math.nan])  # the first under a scal
 @example("numbers", "drop_window", 30, [((1.0, INF, 0.0), 0)])  # which the scale does not follow
 @example("numbers", "drop_window", 30, [((1.0, 2.0, 0.0), 2.0**64), ((3.0, INF, 0.0), 1)])
 @example("tensors", "drop_window", 0, [((1.0, 2.0, 0.0), 2.0**64), ((3.0, 1.0, 0.0), 1)])
+@example("tensors", "drop_window", 0, [((1.0, 2.0, 0.0), math.nan), ((3.0, 1.0, 0.0), 1)])
 def test_a_window_steps_by_the_mean_of_the_microbatches_that_count(how, policy, exponent, parts):
     """Also near the maximum of float32, where their sum would overflow."""
     rule = ps.DynamicScale(init_scale=2.0**exponent, max_scale=2.0**30)

@@ -169,6 +169,28 @@ class OldDouble(torch.autograd.Function):
         return grad * 2
 
 
+class OwnBackward(torch.autograd.Function):
+    """`x * w`, whose backward runs a graph of its own over `w`, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x.detach(), w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, seed: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        with torch.enable_grad():
+            (x * w).backward(seed)
+        return seed * w, None
+
+
+def function_of(forward: Any, backward: Any) -> Any:
+    """`apply` of an autograd.Function of these two."""
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Function", (torch.autograd.Function,), parts).apply
+
+
 class Keeps(torch.autograd.Function):
     """The sum of `w`, whose gradient is a tensor that somebody keeps, or a view of it."""
 

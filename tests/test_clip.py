@@ -252,13 +252,6 @@ def test_the_norm_of_zeros_has_a_finite_derivative(dtype):
     ).all()
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
-def test_a_complex_number_counts_with_its_magnitude_as_in_torch(p):
-    leaves = [torch.tensor([3 + 4j, 1 - 1j]), torch.tensor([2.0, -1.0])]
-    expected = torch.cat([leaves[0].abs(), leaves[1].abs()]).norm(p)
-    torch.testing.assert_close(ps.clip_by_global_norm(leaves, 1.0, norm_type=p)[1], expected)
-
-
 @pytest.mark.parametrize("bound", [math.inf, torch.tensor(math.inf)])
 def test_a_bound_of_inf_only_measures_even_inf(bound):
     grads, norm = ps.clip_by_global_norm([torch.tensor([math.inf, 1.0])], bound)

@@ -328,17 +328,6 @@ def test_what_a_function_closes_over_is_baked_in_but_the_values_of_tensors():
 # ---- donation ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_compiled_donated_step_stays_in_the_memory_of_the_state():
-    state, step = job(ADAMW, RULE, WIDE)
-    expected, _ = trained(state, step, windows())
-    own = clone(state)
-    addresses = [tensor.data_ptr() for tensor in tensors(own)]
-    own, _ = trained(own, ps.jit(step, donate=(0,)), windows())
-    assert_close(own, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
-    assert [tensor.data_ptr() for tensor in tensors(own)] == addresses
-
-
 def test_under_a_map_nothing_is_donated():
     states = stack([job(ADAMW, RULE)[0]] * 2)
     before = clone(states)

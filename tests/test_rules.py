@@ -431,11 +431,3 @@ def test_a_state_that_counts_no_skips_cannot_be_asked_how_many_there_were():
         r"Fix: a field `consecutive_skips`",
     ):
         ps.check_scaler(state, ps.DynamicScale(), max_skips=3)
-
-
-def test_the_tolerance_never_falls_below_zero():
-    rule = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
-    state = rule.init()
-    for _ in range(3):
-        state = rule.update(state, torch.tensor(True))
-    assert state.hysteresis_tracker == 0

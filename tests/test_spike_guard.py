@@ -24,7 +24,7 @@ from helpers import (
     trained,
     unstack,
 )
-from hypothesis import given
+from hypothesis import example, given
 from torch import Tensor
 
 import purescale as ps
@@ -32,6 +32,7 @@ from purescale.testing import assert_pure, assert_single_graph
 
 nan, inf = math.nan, math.inf
 GUARD = ps.SpikeGuard(sigma=6.0, decay=0.9, warmup=3)
+PATIENT = ps.SpikeGuard(warmup=3, patience=3)
 
 
 # ---- the rule ------------------------------------------------------------------------------------
@@ -84,6 +85,9 @@ guards = st.builds(
 
 
 @given(guards, st.lists(st.tuples(losses, losses | st.none()), max_size=40))
+@example(GUARD, [(2.0, None)] * 10 + [(2.0000002, None), (2.1, None)])  # rounding is no spike
+@example(PATIENT, [*[(2.0, None)] * 6, *[(9.0, None), (0.0, None), (nan, None)] * 4, (9.0, None)])
+@example(PATIENT, [*[(2.0, None)] * 6, *[(inf, None)] * 5, (2.0, None), (inf, None)])
 def test_it_rejects_what_is_sigma_deviations_above_what_was_learnt(guard, run):
     oracle, state = Oracle(guard), guard.init()
     for loss, norm in run:
@@ -105,48 +109,11 @@ def test_it_rejects_what_is_sigma_deviations_above_what_was_learnt(guard, run):
         assert stats.variance >= 0
 
 
-def run_of(guard, numbers, state=None):
-    state = guard.init() if state is None else state
-    verdicts = []
-    for number in numbers:
-        state, bad = guard.update(state, torch.tensor(float(number)), ())
-        verdicts.append(bad.item())
-    return state, verdicts
-
-
 def counting(state, rejections):
     """The state of a guard, or of a step with one, after so many rejections in a row."""
     if isinstance(state, ps.TrainState):
         return state._replace(guard=counting(state.guard, rejections))
     return state._replace(consecutive_rejections=torch.tensor(rejections, dtype=torch.int32))
-
-
-def test_a_run_of_one_number_and_its_rounding_is_not_rejected():
-    step = torch.tensor(2.0).nextafter(torch.tensor(3.0)).item()
-    assert not any(run_of(GUARD, [2.0] * 10 + [step] * 3)[1])
-    assert run_of(GUARD, [2.0] * 10 + [2.1])[1][-1]
-
-
-NOISE = (2 + 0.1 * torch.randn(1500, generator=torch.Generator().manual_seed(0))).tolist()
-PATIENT = ps.SpikeGuard(patience=10)
-
-
-@pytest.mark.parametrize("rise", [4.0, 1e6, inf])
-@pytest.mark.parametrize("patience", [1, 10])
-def test_a_lasting_rise_is_rejected_exactly_as_often_as_there_is_patience(patience, rise):
-    guard = ps.SpikeGuard(patience=patience)
-    state, verdicts = run_of(guard, [*NOISE[:100], *[x * rise for x in NOISE[100:400]]])
-    assert verdicts == [False] * 100 + [True] * patience + [False] * (300 - patience)
-    assert state.consecutive_rejections == 0
-    risen = [*NOISE[-20:], 60.0] if rise == inf else [x * rise for x in (*NOISE[-20:], 60.0)]
-    assert run_of(guard, risen, state)[1][-1], "what was learnt anew judges again"
-
-
-@pytest.mark.parametrize("quiet", [0.0, nan])
-def test_steps_that_move_nothing_do_not_end_a_row_of_rejections(quiet):
-    """Or sparse rewards that have risen would be rejected for ever, one at a time."""
-    risen = [x for y in NOISE[:30] for x in (quiet, quiet, 5 * y)]
-    assert sum(run_of(PATIENT, [*NOISE[:50], *risen])[1]) == 10
 
 
 def test_settings_that_are_none_are_refused_when_made():
@@ -432,11 +399,13 @@ def test_a_compiled_step_is_one_graph_and_decides_the_same():
 
 
 def test_check_guard_raises_above_so_many_rejections_in_a_row():
-    state, _ = run_of(PATIENT, [*NOISE[:50], *[90.0] * 4])
+    state = GUARD.init()
+    for loss in (2.0, 2.1, 1.9, *[90.0] * 4):
+        state, _ = GUARD.update(state, torch.tensor(loss), ())
     ps.check_guard(state, max_rejections=4)
     with pytest.raises(FloatingPointError, match=r"4 steps in a row.*max_rejections=3.*Fix: "):
         ps.check_guard(state, max_rejections=3)
-    ps.check_guard(run_of(PATIENT, [2.0], state)[0], max_rejections=0)
+    ps.check_guard(GUARD.update(state, torch.tensor(2.0), ())[0], max_rejections=0)
 
 
 STATES = [job()[0], (), ps.DynamicScale().init(), counting(stack([GUARD.init()] * 2), [1, 2])]

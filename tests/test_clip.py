@@ -219,9 +219,6 @@ def test_a_bound_of_inf_keeps_inf_as_torch_does(dtype, bound, forced):
     assert same_bits(clipped, [g.clamp(-math.inf, math.inf) for g in grads])
 
 
-# ---- what a review found
-
-
 @pytest.mark.parametrize(
     ("p", "value", "size", "rtol"),
     [
@@ -257,9 +254,6 @@ def test_a_bound_of_inf_only_measures_even_inf(bound):
     grads, norm = ps.clip_by_global_norm([torch.tensor([math.inf, 1.0])], bound)
     assert norm == math.inf
     assert grads[0].tolist() == [math.inf, 1.0]
-
-
-# ---- edges that a careless change would break
 
 
 @pytest.mark.parametrize("clip", [ps.clip_by_global_norm, ps.clip_by_value])

@@ -356,9 +356,6 @@ def test_what_is_no_optimizer_is_refused_with_what_is_expected(wrong):
             call()
 
 
-# ---- edges that a careless change would break
-
-
 @pytest.mark.parametrize("cls", [OPTIM.AdamW, OPTIM.Adadelta], ids=["fused", "formula"])
 @pytest.mark.parametrize(
     "tie",

@@ -7,20 +7,12 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    HALF,
-    assert_close,
-    batch,
-    clone,
-    cross_entropy_of,
-    same_bits,
-    small_net,
-    trained,
-)
+from helpers import HALF, assert_close, batch, clone, cross_entropy_of, small_net, trained
 from torch import nn
 from torch._dynamo.utils import counters
 
 import purescale as ps
+from purescale.testing import same_bits
 
 VOCABULARY, LENGTH = 17, 32
 AUTOCAST = "compute=autocast(float16),output=float32"

@@ -14,13 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
-    Untouched,
     assert_close,
     batch,
     clone,
     examples,
     job,
-    same_bits,
     scaled_by,
     stack,
     started,
@@ -34,7 +32,7 @@ from torch import nn
 import purescale as ps
 from purescale._jit import jit as jit_module
 from purescale._torch import private
-from purescale.testing import grad_trees
+from purescale.testing import Untouched, grad_trees, same_bits
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
 RULE = ps.DynamicScale(2.0**10, growth_interval=2)

@@ -15,15 +15,12 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from helpers import (
     CLASSES,
-    Untouched,
     assert_close,
     by_parts,
     clone,
     examples,
     generator_of,
     in_processes,
-    same_bits,
-    shares_memory,
     started,
     tensors,
 )
@@ -34,6 +31,7 @@ from purescale._grads.clip import clip_factor
 from purescale._torch import foreach
 from purescale._torch.tracing import as_on_an_accelerator
 from purescale._torch_optim import group_optimizer
+from purescale.testing import Untouched, same_bits, shares_memory
 
 INF, NAN = math.inf, math.nan
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")

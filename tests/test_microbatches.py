@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from helpers import (
     AsOnAnAccelerator,
     OwnBackward,
-    Untouched,
     assert_close,
     assert_donation_keeps_bits,
     at,
@@ -23,9 +22,7 @@ from helpers import (
     examples,
     function_of,
     job,
-    same_bits,
     scaled_by,
-    shares_memory,
     stack,
     started,
     tensors,
@@ -38,7 +35,7 @@ import purescale as ps
 from purescale._step import window_mean
 from purescale._step.backward import stream_gradients
 from purescale._torch.tracing import as_on_an_accelerator
-from purescale.testing import assert_vmap_equals_loop
+from purescale.testing import Untouched, assert_vmap_equals_loop, same_bits, shares_memory
 
 INF = math.inf
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)

@@ -17,12 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import (
     Dispatched,
-    Untouched,
     batch,
     clone,
     in_one_graph,
     in_processes,
-    same_bits,
     small_net,
     started,
     tensors,
@@ -33,6 +31,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import purescale as ps
 from purescale._torch import tracing
+from purescale.testing import Untouched, same_bits
 
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)

@@ -9,19 +9,11 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    Untouched,
-    assert_donation_keeps_bits,
-    clone,
-    generator_of,
-    same_bits,
-    scaled_by,
-    stack,
-    started,
-)
+from helpers import assert_donation_keeps_bits, clone, generator_of, scaled_by, stack, started
 from test_microbatches import INF, numbers, overflowing
 
 import purescale as ps
+from purescale.testing import Untouched, same_bits
 
 
 def test_a_retried_window_is_the_step_that_the_lower_scale_would_have_taken():

@@ -7,17 +7,7 @@ from typing import NamedTuple
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import (
-    AsOnAnAccelerator,
-    Dispatched,
-    Untouched,
-    at,
-    examples,
-    legal_rules,
-    same_bits,
-    shares_memory,
-    stack,
-)
+from helpers import AsOnAnAccelerator, Dispatched, at, examples, legal_rules, stack
 from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -26,7 +16,7 @@ import purescale as ps
 from purescale import interop
 from purescale._loss_scale import rules
 from purescale._torch import private
-from purescale.testing import assert_scale_rule, overflow_runs
+from purescale.testing import Untouched, assert_scale_rule, overflow_runs, same_bits, shares_memory
 
 flags = overflow_runs()
 

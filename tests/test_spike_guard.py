@@ -17,7 +17,6 @@ from helpers import (
     clone,
     cross_entropy_of,
     in_processes,
-    same_bits,
     small_net,
     stack,
     started,
@@ -28,7 +27,7 @@ from hypothesis import example, given
 from torch import Tensor
 
 import purescale as ps
-from purescale.testing import assert_pure, assert_single_graph
+from purescale.testing import assert_pure, assert_single_graph, same_bits
 
 nan, inf = math.nan, math.inf
 GUARD = ps.SpikeGuard(sigma=6.0, decay=0.9, warmup=3)

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from helpers import (
-    Untouched,
     assert_donation_keeps_bits,
     at,
     batch,
@@ -18,9 +17,7 @@ from helpers import (
     examples,
     generator_of,
     job,
-    same_bits,
     scaled_by,
-    shares_memory,
     stack,
     started,
     tensors,
@@ -29,7 +26,7 @@ from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import purescale as ps
-from purescale.testing import assert_sync_free
+from purescale.testing import Untouched, assert_sync_free, same_bits, shares_memory
 
 OPTIM = torch.optim
 ADAMW = ps.from_torch(OPTIM.AdamW, lr=0.01)

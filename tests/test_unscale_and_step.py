@@ -7,24 +7,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import (
-    Untouched,
-    any32,
-    assert_close,
-    at,
-    by_parts,
-    clone,
-    examples,
-    powers_of_two,
-    same_bits,
-    shares_memory,
-    trees,
-)
+from helpers import any32, assert_close, at, by_parts, clone, examples, powers_of_two, trees
 from hypothesis import example, given
 from test_train_step import ADAMW, OPTIM, RULE, SGD
 
 import purescale as ps
 from purescale._torch.tracing import as_on_an_accelerator
+from purescale.testing import Untouched, same_bits, shares_memory
 
 ADAMAX = ps.from_torch(OPTIM.Adamax)
 DAMAGED = st.sampled_from([0.0, -1.0, -4.0, math.inf, math.nan])

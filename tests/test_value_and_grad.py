@@ -17,7 +17,6 @@ from helpers import (
     Keeps,
     OldDouble,
     OwnBackward,
-    Untouched,
     at,
     batch,
     clone,
@@ -25,9 +24,7 @@ from helpers import (
     function_of,
     in_float32,
     job,
-    same_bits,
     scaled_by,
-    shares_memory,
     small_net,
     stack,
     started,
@@ -41,10 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
 from purescale._torch import tracing
-from purescale.testing import (
-    assert_pure,
-    assert_single_graph,
-)
+from purescale.testing import Untouched, assert_pure, assert_single_graph, same_bits, shares_memory
 
 OPTIM = torch.optim
 RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)

@@ -19,6 +19,7 @@ from helpers import (
     by_parts,
     clone,
     examples,
+    function_of,
     generator_of,
     in_processes,
     started,
@@ -635,33 +636,17 @@ def test_each_member_of_a_batch_has_a_bound_and_a_flag_of_its_own():
 # ---- memory that somebody else can see -----------------------------------------------------------
 
 
-class Returns(torch.autograd.Function):
-    """Its gradient is what `returned(buffer of 16s)` makes of a buffer that is kept."""
-
-    @staticmethod
-    def forward(ctx, weight, kept, returned):
-        ctx.kept, ctx.returned = kept, returned
-        return weight.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        buffer = torch.full(ctx.kept.shape, 16.0)
-        ctx.kept.seen.append(buffer)
-        return ctx.returned(buffer), None, None
-
-
-class Kept(list):
-    """What somebody keeps of a gradient."""
-
-    def __init__(self, seen, shape):
-        super().__init__()
-        self.seen, self.shape = seen, shape
-
-
 def returning(returned):
+    """A loss whose gradient is what `returned(buffer of 16s)` makes of a buffer that is kept."""
+
     def loss_fn(kept, params, buffers, x):
         weight = params["w"]
-        return Returns.apply(weight, Kept(kept, weight.shape), returned), buffers
+
+        def backward(ctx, grad):
+            kept.append(torch.full(weight.shape, 16.0))
+            return returned(kept[-1])
+
+        return function_of(lambda ctx, weight: weight.sum(), backward)(weight), buffers
 
     return loss_fn
 

@@ -19,6 +19,7 @@ from helpers import (
     Dispatched,
     batch,
     clone,
+    function_of,
     in_one_graph,
     in_processes,
     small_net,
@@ -395,21 +396,12 @@ def _compiled(rank):
         assert the_same_everywhere(state, info)
 
 
-class WithoutSecond(torch.autograd.Function):
-    """The sum of two products, whose backward gives None for the second."""
-
-    @staticmethod
-    def forward(ctx, a, b, x):
-        ctx.save_for_backward(x)
-        return (a * x + b * x).sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0], None, None
-
-
 def by_a_function(params, buffers, x):
-    return WithoutSecond.apply(params["a"], params["b"], x), buffers
+    """The sum of two products, whose backward gives None for the second."""
+    without_second = function_of(
+        lambda ctx, a, b: (a * x + b * x).sum(), lambda ctx, grad: (grad * x, None)
+    )
+    return without_second(params["a"], params["b"]), buffers
 
 
 def by_one_parameter(params, buffers, x):

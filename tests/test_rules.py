@@ -7,7 +7,7 @@ from typing import NamedTuple
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import AsOnAnAccelerator, Dispatched, at, examples, legal_rules, stack
+from helpers import AsOnAnAccelerator, Dispatched, at, examples, legal_rules, stack, started
 from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -324,17 +324,10 @@ def test_what_is_no_state_of_the_rule_is_refused_with_a_cure(name):
 
 
 def test_a_training_with_another_rules_state_stops_before_anything_is_written():
-    sgd = ps.from_torch(torch.optim.SGD, lr=1.0)
-    state = ps.init_train_state({"w": torch.ones(2)}, {}, sgd, ps.HeadroomScale())
+    params, rule = {"w": torch.ones(2)}, ps.HeadroomScale()
+    state, step = started(params, lambda p, x: (p["w"] * x).sum(), rule=rule)
     with Untouched(state), pytest.raises(TypeError, match="expected a ScalerState"):
-        ps.train_step(
-            state,
-            [torch.ones(2)],
-            loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b),
-            optimizer=sgd,
-            rule=ps.DynamicScale(),
-            donate=True,
-        )
+        step(state, [torch.ones(2)], rule=ps.DynamicScale(), donate=True)
 
 
 def test_a_foreign_state_is_refused_while_tracing():

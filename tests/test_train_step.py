@@ -131,24 +131,19 @@ def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(
 # ---- bad calls
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "error", "message"),
-    [
-        ([], ValueError, "empty list"),
-        (batch(), TypeError, r"is a tuple; .*`train_step\(state, \[batch\], \.\.\.\)`"),
-        ((b for b in [1]), TypeError, r"is a generator; .*islice\("),
-        (1.0, TypeError, r"is a float; expected a list, which makes one step\. Fix: `train_"),
-    ],
-)
-def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches, error, message):
-    state, step = job(SGD, RULE)
-    with pytest.raises(error, match=message):
-        step(state, microbatches)
+A_BATCH = r"is a tuple; .*`train_step\(state, \[batch\], \.\.\.\)`"
+NEVER_MOVES = {"max_retries": 1, "rule": ps.StaticScale(2.0)}
+POLICIES = "on_nonfinite must be 'drop_window' or 'drop_microbatch', got 'ignore'"
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "message"),
+    ("arguments", "error", "message"),
     [
+        ({"state": {}}, TypeError, "takes a TrainState, got dict"),
+        ({"microbatches": []}, ValueError, "empty list"),
+        ({"microbatches": batch()}, TypeError, A_BATCH),
+        ({"microbatches": (b for b in [1])}, TypeError, r"is a generator; .*islice\("),
+        ({"microbatches": 1.0}, TypeError, r"is a float; expected a list, .* step\. Fix: `train_"),
         ({"max_norm": 0.0}, ValueError, "max_norm must be above 0"),
         ({"max_norm": "1"}, TypeError, "max_norm must be a number"),
         ({"clip_value": -1.0}, ValueError, "clip_value must be above 0"),
@@ -156,17 +151,9 @@ def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches,
         ({"weight_fn": lambda b: "8"}, TypeError, "weight_fn returned '8'"),
         ({"weight_fn": lambda b: True}, TypeError, "weight_fn returned True"),
         ({"weight_fn": lambda b: torch.ones(2)}, ValueError, r"returned a tensor of shape \(2,\)"),
-        (
-            {"on_nonfinite": "ignore"},
-            ValueError,
-            "on_nonfinite must be 'drop_window' or 'drop_microbatch', got 'ignore'",
-        ),
+        ({"on_nonfinite": "ignore"}, ValueError, POLICIES),
         ({"max_retries": -1}, ValueError, "max_retries must be a whole number, 0 or more, got -1"),
-        (
-            {"max_retries": 1, "rule": ps.StaticScale(2.0)},
-            ValueError,
-            r"with StaticScale\(scale=2.0\), whose scale never moves",
-        ),
+        (NEVER_MOVES, ValueError, r"with StaticScale\(scale=2.0\), whose scale never moves"),
         ({"max_norm": 1.0, "norm_type": 0}, ValueError, "norm_type must be above 0"),
         ({"bn_update": "never"}, ValueError, "bn_update must be 'each' or 'window', got 'never'"),
         ({"group": "world"}, ValueError, "group=None"),
@@ -176,16 +163,11 @@ def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches,
         ),
     ],
 )
-def test_bad_settings_of_a_step_are_refused_before_loss_fn_is_called(settings, error, message):
+def test_bad_arguments_of_a_step_are_refused_before_loss_fn_is_called(arguments, error, message):
     state, step = job(SGD, RULE)
+    usual = {"state": state, "microbatches": [batch()], "loss_fn": lambda *a: pytest.fail("called")}
     with pytest.raises(error, match=message):
-        step(state, [batch()], **{"loss_fn": lambda *a: pytest.fail("called"), **settings})
-
-
-def test_a_state_that_is_no_train_state_is_refused():
-    _, step = job(SGD, RULE)
-    with pytest.raises(TypeError, match="takes a TrainState, got dict"):
-        step({}, [batch()])
+        step(**usual | arguments)
 
 
 STACKED = {  # a step, or a part of it, of stacked states that is not mapped over them
@@ -376,19 +358,14 @@ def test_donation_of_a_state_whose_parts_share_memory_gives_the_same_bits(cls, t
 
 
 PAIR = ps.from_transformation((lambda p: (), lambda g, s, p: (g, s)))
+ADADELTA = ps.from_torch(OPTIM.Adadelta)
 
 
 @pytest.mark.parametrize(
     ("optimizer", "settings", "grad", "like", "message"),
     [
         (PAIR, {}, torch.ones(2), {"w": torch.ones(3)}, r"grads\['w'\] has shape \(2,\)"),
-        (
-            ps.from_torch(OPTIM.Adadelta),
-            {},
-            torch.ones(3),
-            {"v": torch.ones(3)},
-            "parameters v, params has w",
-        ),
+        (ADADELTA, {}, torch.ones(3), {"v": torch.ones(3)}, "parameters v, params has w"),
         (SGD, {"clip_value": 1.0}, torch.ones(3).cfloat(), None, "complex numbers have no order"),
     ],
     ids=["a shape", "another state", "complex and clip_value"],
@@ -409,16 +386,10 @@ def test_what_is_refused_is_refused_before_gradients_are_donated(
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_step_over_fake_tensors_reads_no_value_inside_of_their_mode_and_outside(inside, number):
+    max_norm = 1.0 if inside else None  # outside torch joins no number to a fake tensor
     with FakeTensorMode() as mode:
-        params = {"w": torch.zeros(5)}
-        state, window = ps.init_train_state(params, {}, ADAMW, RULE), [torch.ones(5)] * number
+        params, window = {"w": torch.zeros(5)}, [torch.ones(5)] * number
+        state, step = started(params, lambda p, x: (p["w"] * x).sum(), ADAMW, RULE)
     with mode if inside else contextlib.nullcontext():
-        state, info = ps.train_step(
-            state,
-            window,
-            loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b),
-            optimizer=ADAMW,
-            rule=RULE,
-            max_norm=1.0 if inside else None,  # outside torch joins no number to a fake tensor
-        )
+        state, info = step(state, window, max_norm=max_norm)
     assert isinstance(info.loss, FakeTensor)

@@ -603,13 +603,9 @@ def test_a_step_that_is_not_a_function_of_its_arguments_is_refused():
         ps.vjp_through(step, torch.ones(2), [0, 0, 0], torch.Tensor.sum)
 
 
-def test_a_run_of_an_ensemble_is_refused():
-    info = ps.StepInfo(*[torch.zeros(2)] * 6, ())
-    with pytest.raises(ValueError, match="found_inf is no 0-d tensor"):
-        ps.vjp_through(lambda x, item: (x, info), torch.ones(2), [0], torch.Tensor.sum)
-
-
+ENSEMBLE = ps.StepInfo(*[torch.zeros(2)] * 6, ())
 BAD = {
+    "an ensemble": ({"step": lambda x, item: (x, ENSEMBLE)}, ValueError, "found_inf is no 0-d"),
     "an iterator": ({"items": iter([1.0])}, TypeError, "list_iterator"),
     "no items": ({"items": []}, ValueError, "items is empty"),
     "no rule": ({"rule": ps.DynamicScale}, TypeError, "rule is the class DynamicScale"),

@@ -191,11 +191,7 @@ WRONG = {"w": torch.tensor([1])}
         (lambda: ps.clip_by_value(WRONG, 1.0), TypeError, r"grads\['w'\]"),
         (lambda: ps.clip_by_value({"w": torch.ones(1) * 1j}, 1.0), TypeError, "torch.complex64"),
         (lambda: ps.clip_by_global_norm(ONE, 1.0, group="pp"), ValueError, "no process group"),
-        (
-            lambda: _stepped(ONE, ONE, at(1.0), norm_group="pp"),
-            ValueError,
-            r"no process group.*Fix: ",
-        ),
+        (lambda: _stepped(ONE, ONE, at(1.0), norm_group="pp"), ValueError, "no process .*Fix: "),
     ],
 )
 def test_a_wrong_argument_is_refused(call, error, words):
@@ -458,14 +454,13 @@ def test_the_factor_of_numbers_is_that_of_tensors_or_none_for_1(norm, max_norm):
     assert factor != 1.0
 
 
-def scaler_on_meta():
-    return ps.DynamicScale().init("meta")
+ON_META = ps.DynamicScale().init("meta")
 
 
 @pytest.mark.parametrize(
     ("refuse", "dtype", "message"),
     [
-        (lambda g: ps.unscale_and_check(scaler_on_meta(), g), torch.float32, "the scaler state on"),
+        (lambda g: ps.unscale_and_check(ON_META, g), torch.float32, "the scaler state on"),
         (lambda g: ps.clip_by_value(g, 1.0), torch.complex64, "complex"),
         (
             lambda g: ps.clip_by_global_norm({**g, "v": torch.ones(2, device="meta")}, 1.0),

@@ -5,9 +5,10 @@ where there is none.
 import contextlib
 import functools
 
+import helpers
 import pytest
 import torch
-from helpers import Checkpointed, assert_close, clone, cross_entropy_of, small_net, tensors
+from helpers import Checkpointed, assert_close, clone, cross_entropy_of, tensors
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -45,22 +46,13 @@ def syncs_allowed():
 
 
 def job(policy, optimizer=OPTIMIZERS["AdamW"], **settings):
-    apply, params, buffers = ps.make_functional(small_net())
-    loss_fn = cross_entropy_of(ps.with_policy(apply, policy))
     rule = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
-    params, buffers = ({n: t.cuda() for n, t in tree.items()} for tree in (params, buffers))
-    state = ps.init_train_state(params, buffers, optimizer, rule)
+    state, step = helpers.job(optimizer, rule, policy, **settings)
     data = [
-        (torch.randn(8, 1, 6, 6, device="cuda"), torch.randint(0, 3, (8,), device="cuda"))
+        (torch.randn(8, 1, 6, 6, device=DEVICE), torch.randint(0, 3, (8,), device=DEVICE))
         for _ in range(2)
     ]
-    return (
-        state,
-        functools.partial(
-            ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
-        ),
-        data,
-    )
+    return to(DEVICE, state), step, data
 
 
 @pytest.mark.parametrize(
@@ -252,20 +244,19 @@ def test_what_stands_around_an_optimizer_agrees_with_the_cpu(name, donate, syncs
 def test_a_guard_rejects_the_step_that_it_rejects_on_the_cpu(syncs_are_errors):
     guard = ps.SpikeGuard(warmup=3)
 
-    def loss_fn(params, buffers, scale):
-        return (params["w"] * scale).square().mean(), buffers
+    def loss(params, scale):
+        return (params["w"] * scale).square().mean()
 
     rejected = []
     for device in ("cpu", DEVICE):
         with syncs_allowed():
             params = {"w": torch.linspace(1, 2, 33, device=device)}
-            rule = ps.DynamicScale(2.0**10)
-            parts = {"loss_fn": loss_fn, "optimizer": OPTIMIZERS["SGD"], "rule": rule}
-            state = ps.init_train_state(params, {}, parts["optimizer"], rule, guard=guard)
+            settings = {"optimizer": OPTIMIZERS["SGD"], "rule": ps.DynamicScale(2.0**10)}
+            state, step = helpers.started(params, loss, **settings, guard=guard)
             scales = [torch.tensor(s, device=device) for s in (1.0, 1.0, 1.1, 1.0, 1e4, 1.0)]
         verdicts = []
         for scale in scales:
-            state, info = ps.train_step(state, [scale], **parts, guard=guard)
+            state, info = step(state, [scale])
             verdicts.append(info.rejected)
         with syncs_allowed():
             rejected.append([bool(verdict) for verdict in verdicts])

@@ -422,17 +422,11 @@ def mapped(fn):
     return lambda params, x: torch.vmap(fn, (0, None))(stack([params, params]), x)
 
 
-def on_an_accelerator(fn):
-    def forced(*args):
-        with tracing.as_on_an_accelerator():
-            return fn(*args)
-
-    return forced
-
-
 MODES = {
     "by hand": by_value_and_grad,
-    "as on an accelerator": lambda loss_fn: on_an_accelerator(by_a_step(loss_fn, donate=True)),
+    "as on an accelerator": lambda loss_fn: tracing.as_on_an_accelerator()(
+        by_a_step(loss_fn, donate=True)
+    ),
     "dropped": lambda loss_fn: by_a_step(
         loss_fn, lambda x: [x] * 2, on_nonfinite="drop_microbatch"
     ),

@@ -77,10 +77,10 @@ def training(optimizer=ADAMW, **settings):
     return job_of(optimizer, RULE, HALF, max_norm=1.0, donate=True, **settings)
 
 
-def windows(number, overflow=4, size=8):
-    """Windows of one batch, one of which overflows."""
-    found = [batch(seed, size) for seed in range(number)]
-    return [[(x * INF if index == overflow else x, y)] for index, (x, y) in enumerate(found)]
+def windows(number, overflows=(4,), size=8):
+    """Windows of one batch, some of which overflow."""
+    every = [batch(seed, size) for seed in range(number)]
+    return [[(x * INF if index in overflows else x, y)] for index, (x, y) in enumerate(every)]
 
 
 def agree(step, state, batches, graphs=1, **settings):
@@ -154,11 +154,7 @@ def test_any_run_with_overflows_and_growth_has_the_bits_of_the_step(
     rule = ps.DynamicScale(2.0**6, growth_interval=growth)
     with on_graphs():
         made, step = job_of(adamw, rule, donate=True)
-        some = [batch(seed, size) for seed in range(12)]
-        some = [
-            [(x * INF if index in overflows else x, y)] * microbatches
-            for index, (x, y) in enumerate(some)
-        ]
+        some = [window * microbatches for window in windows(12, overflows, size)]
         told, _ = agree(step, made, some)
     assert {i for i, info in enumerate(told) if info.found_inf} >= overflows
 
@@ -218,12 +214,10 @@ def test_a_step_may_return_the_state_alone_or_with_anything(graphs):
     assert same_bits(alone({"mean": torch.ones(3)}, torch.ones(3)), {"mean": torch.full((3,), 2.0)})
     tuples = ps.capture(lambda state, x: (state[0] + x, state[1]), donate=True)
     assert same_bits(tuples((torch.ones(3), x := torch.zeros(2)), torch.ones(3))[1], x)
-    more = ps.capture(
-        lambda state, x: (state + x, {"none": None, "name": "n", "x": x}), donate=True
-    )
+    tells = {"none": None, "name": "n"}
+    more = ps.capture(lambda state, x: (state + x, {**tells, "x": x}), donate=True)
     told = more(torch.ones(3), torch.ones(3))[1]
-    assert told["none"] is None
-    assert told["name"] == "n"
+    assert {name: told[name] for name in tells} == tells
 
 
 # ---- nothing of the caller's changes -------------------------------------------------------------
@@ -699,9 +693,7 @@ class Own(torch.optim.SGD):
 
 
 def simple(optimizer=SGD, **parts):
-    return started(
-        {"w": torch.ones(3)}, lambda p, x: (p["w"] * x).square().sum(), optimizer, **parts
-    )
+    return started(W, lambda p, x: (p["w"] * x).square().sum(), optimizer, **parts)
 
 
 OWN = ps.from_torch(Own, lr=0.1)

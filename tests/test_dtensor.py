@@ -110,11 +110,8 @@ def _steps(rank, mesh, placements):
             for seed, clip in ((1, {}), (2, {"clip_value": 0.3})):
                 clip = {"max_norm": max_norm, **clip}
                 grads = values(seed, size=4.0)
-                out = ps.unscale_and_step(
-                    *(optimizer, at(4.0), params, spread(grads, mesh, placements), state),
-                    donate=donate,
-                    **clip,
-                )
+                arguments = optimizer, at(4.0), params, spread(grads, mesh, placements), state
+                out = ps.unscale_and_step(*arguments, donate=donate, **clip)
                 one = ps.unscale_and_step(optimizer, at(4.0), alone, grads, state_alone, **clip)
                 params, state = out.params, out.opt_state
                 alone, state_alone = one.params, one.opt_state
@@ -153,10 +150,8 @@ def _one_inf(rank, mesh, placements):
             for max_norm in (None, 1.0):
                 out = ps.unscale_and_step(optimizer, rule.init(), params, grads, state, max_norm)
                 assert out.found_inf == held
-                assert (
-                    same_bits(here((out.params, out.opt_state)), here((params, state)))
-                    is held.item()
-                )
+                stays = same_bits(here((out.params, out.opt_state)), here((params, state)))
+                assert stays is held.item()
                 scale = rule.update(rule.init(), out.found_inf).scale
                 assert scale == (2.0 if held else 4.0)
                 assert max_norm is None or torch.isfinite(out.grad_norm) == ~held
@@ -215,15 +210,10 @@ def test_all_facts_of_a_step_cost_one_reduction_a_mesh(ranks):
 def _norms(rank, mesh, placements):
     for norm_type in (1.0, 2.0, 3.0, math.inf):
         for size, dtype in (
-            (1.0, None),
-            (1e30, None),
-            (1e-30, None),
-            (1e200, torch.float64),
-            (1.0, torch.bfloat16),
+            *((size, torch.float32) for size in (1.0, 1e30, 1e-30)),
+            *((1e200, torch.float64), (1.0, torch.bfloat16)),
         ):
-            grads = {
-                name: (leaf.to(dtype or leaf.dtype) * size) for name, leaf in values(1).items()
-            }
+            grads = {name: leaf.to(dtype) * size for name, leaf in values(1).items()}
             ours, norm = ps.clip_by_global_norm(spread(grads, mesh, placements), 1.0, norm_type)
             theirs, expected = ps.clip_by_global_norm(grads, 1.0, norm_type)
             torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
@@ -231,15 +221,12 @@ def _norms(rank, mesh, placements):
             everything = torch.cat([leaf.double().reshape(-1) for leaf in grads.values()])
             exact = torch.linalg.vector_norm(everything / size, norm_type) * size
             torch.testing.assert_close(norm.double(), exact, rtol=1e-6, atol=0)
-            if dtype is None:
+            if dtype is torch.float32:
                 assert not ps.unscale_and_check(at(1.0), spread(grads, mesh, placements))[1]
             at_step = ps.from_torch(torch.optim.SGD, lr=1.0)
             params = spread({k: torch.zeros_like(v) for k, v in grads.items()}, mesh, placements)
-            out = ps.unscale_and_step(
-                *(at_step, at(2.0), params, spread(grads, mesh, placements), at_step.init(params)),
-                max_norm=1.0,
-                norm_type=norm_type,
-            )
+            arguments = at(2.0), params, spread(grads, mesh, placements), at_step.init(params)
+            out = ps.unscale_and_step(at_step, *arguments, max_norm=1.0, norm_type=norm_type)
             assert not out.found_inf
             torch.testing.assert_close(out.grad_norm, expected / 2, rtol=1e-6, atol=0)
     # in half precision, whose sum of squares overflows everywhere; and nothing at all
@@ -272,9 +259,8 @@ def _elementwise(rank, mesh, placements):
     accum, one = ps.init_accum(spread(grads, mesh, placements)), ps.init_accum(grads)
     other = one
     for seed, weight in ((4, 1.0), (5, 3.0)):
-        accum = ps.accumulate_grads(
-            accum, spread(values(seed), mesh, placements), weight, donate=True
-        )
+        grads = spread(values(seed), mesh, placements)
+        accum = ps.accumulate_grads(accum, grads, weight, donate=True)
         one = ps.accumulate_grads(one, values(seed), weight)
     both = ps.merge_accum(accum, accum)
     close(ps.accumulated_grads(accum)[0], ps.accumulated_grads(one)[0])
@@ -372,9 +358,8 @@ def _refused(rank):
         for donate in (False, True, True):
             grads = {"w": params["w"] * 0.5}
             params = {"w": params["w"].clone()}
-            params, opt_state = ps.maybe_step(
-                *(optimizer, params, grads, opt_state, flag), donate=donate
-            )
+            arguments = optimizer, params, grads, opt_state, flag
+            params, opt_state = ps.maybe_step(*arguments, donate=donate)
         of_plain = of_plain or params
         expected = expected or opt_state.slots
         close(params, of_plain)

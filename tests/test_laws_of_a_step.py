@@ -356,12 +356,11 @@ def test_the_derivative_by_a_rate_is_that_of_differences_at_0_too(name, rate, na
     params, grads_at = a_table(torch.float64)
 
     def total(lr, grad):
-        made = ps.from_torch(
-            getattr(torch.optim, name), lr=lr, **settings, differentiable=named or None
-        )
-        moved, state = params, made.init(params)
+        extra = {**settings, "differentiable": named or None}
+        optimizer = ps.from_torch(getattr(torch.optim, name), lr=lr, **extra)
+        moved, state = params, optimizer.init(params)
         for index in range(3):
-            moved, state = made.step(moved, {"0": grad, "1": grads_at(index)["1"]}, state)
+            moved, state = optimizer.step(moved, {"0": grad, "1": grads_at(index)["1"]}, state)
         return sum((leaf * leaf).sum() for leaf in moved.values())
 
     lr, grad = torch.tensor(rate, dtype=torch.float64), grads_at(0)["0"]
@@ -407,6 +406,9 @@ def uphill_loss(params, buffers, x):
     return plain_loss(params, buffers, x + 0.5 * slope.sign())
 
 
+ATTACKS = (plain_loss, attacked_loss), (uphill_loss, penalised_loss)
+
+
 def begun(size, name="SGD", rule=None, **extra):
     params = {"w": torch.linspace(-1, 1, size), "b": torch.ones(3)}
     return started(params, None, made(name, **extra), rule or ps.NoScale(), loss_fn=plain_loss)
@@ -417,8 +419,7 @@ def begun(size, name="SGD", rule=None, **extra):
 def test_a_backward_inside_of_the_loss_is_no_part_of_the_step(size, number):
     state, step = begun(size)
     data = [torch.full((size,), 1.0 + index) for index in range(number)]
-    pairs = ((plain_loss, attacked_loss), (uphill_loss, penalised_loss))
-    for without, within in pairs:
+    for without, within in ATTACKS:
         assert same_bits(
             step(state, data, loss_fn=within, max_norm=INF),
             step(state, data, loss_fn=without, max_norm=INF),
@@ -444,7 +445,7 @@ def _over_ranks(rank):
         state, step = begun(size)
         for number in (1, 2):
             data = [torch.full((size,), 1.0 + rank + index) for index in range(number)]
-            for without, within in ((plain_loss, attacked_loss), (uphill_loss, penalised_loss)):
+            for without, within in ATTACKS:
                 assert same_bits(
                     step(state, data, loss_fn=within, group=world),
                     step(state, data, loss_fn=without, group=world),
@@ -860,9 +861,7 @@ def test_a_flag_of_a_subclass_skips_the_step(name):
     for arguments in ((grads, state, flag), (grads, state, flag, True)):
         stepped = ps.maybe_step(optimizer, *clone((params, *arguments[:2])), *arguments[2:])
         assert same_bits(plain(stepped), (params, state))
-    overflowed = {
-        key: torch.full_like(g, torch.inf).as_subclass(Tagged) for key, g in grads.items()
-    }
+    overflowed = {key: (g * torch.inf).as_subclass(Tagged) for key, g in grads.items()}
     scaler = ps.StaticScale(4.0).init()
     out = ps.unscale_and_step(optimizer, scaler, params, overflowed, state)
     assert out.found_inf

@@ -96,10 +96,8 @@ def test_a_window_equals_the_small_functions(policy, sizes, overflow, clip):
     if "clip_value" in clip:
         grads = ps.clip_by_value(grads, 0.005)
     params, opt_state = ps.maybe_step(optimizer, state.params, grads, state.opt_state, found_inf)
-    buffers, scaler = (
-        ps.select(found_inf, state.buffers, buffers),
-        RULE.update(scaler, accum.found_inf),
-    )
+    buffers = ps.select(found_inf, state.buffers, buffers)
+    scaler = RULE.update(scaler, accum.found_inf)
 
     with Untouched((state, microbatches)):
         new, info = step(state, microbatches)
@@ -385,23 +383,17 @@ def test_an_invalid_weight_beside_an_overflow_is_not_tried_again_and_the_scale_b
 
 
 def test_a_retry_waits_for_a_tolerance_that_was_restored_and_for_rules_of_ones_own():
+    wide = {"init_scale": 2.0**10, "max_scale": 2.0**120}
+    patient = ps.DynamicScale(**wide, hysteresis=3, refill="clean")
+
     class Patient:
         """Backs off at every third overflow, and says nothing of it."""
 
-        def __init__(self):
-            self.inner = ps.DynamicScale(
-                init_scale=2.0**10, max_scale=2.0**120, hysteresis=3, refill="clean"
-            )
-
-        def init(self, device=None):
-            return self.inner.init(device)
-
-        def update(self, scaler, found_inf):
-            return self.inner.update(scaler, found_inf)
+        init, update = staticmethod(patient.init), staticmethod(patient.update)
 
     state, step, microbatches = overflowing(102)
     state = state._replace(scaler=at(2.0**102, hysteresis_tracker=7))
-    for rule in (ps.DynamicScale(init_scale=2.0**10, max_scale=2.0**120), Patient()):
+    for rule in (ps.DynamicScale(**wide), Patient()):
         _, info = step(state, microbatches, max_retries=5, rule=rule)
         assert info.retries == 2
         assert not info.found_inf
@@ -600,13 +592,8 @@ def test_a_window_of_a_size_is_torchs_loop_that_drops_what_overflows(bad, missin
     ]
     weight = torch.ones(size, dtype=torch.float64)
     state, step = started({"w": weight}, lambda params, x: ((params["w"] * x) ** 2).mean())
-    state, info = step(
-        state,
-        window,
-        on_nonfinite="drop_microbatch",
-        max_retries=int(retries),
-        window_size=window_size,
-    )
+    settings = {"on_nonfinite": "drop_microbatch", "max_retries": int(retries)}
+    state, info = step(state, window, window_size=window_size, **settings)
     total, summed = torch.zeros_like(weight), torch.zeros_like(weight[0])
     for x in window:
         leaf = weight.clone().requires_grad_()
@@ -820,18 +807,15 @@ def test_gradients_of_a_backward_that_records_its_own_are_on_no_graph():
             (ctx.w.tanh()).backward(seed, create_graph=True)
         return seed, None
 
-    class Own:
-        def init(self, params):
-            return {}
-
-        def step(self, params, grads, opt_state):
-            assert not any(grad.requires_grad for grad in grads.values())
-            return {key: leaf.clone() for key, leaf in params.items()}, {}
+    def update(grads, opt_state, params):
+        assert not any(grad.requires_grad for grad in grads.values())
+        return grads, opt_state
 
     def loss(p, x):
         return function_of(forward, backward)(p["v"], p["w"]).sum() + p["v"].sum()
 
-    state, step = started({"v": torch.ones(5), "w": torch.ones(5)}, loss, Own())
+    own = ps.from_transformation((lambda params: {}, update))
+    state, step = started({"v": torch.ones(5), "w": torch.ones(5)}, loss, own)
     step(state, numbers(1, 1))
 
 

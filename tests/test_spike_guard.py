@@ -470,6 +470,10 @@ def test_a_guard_may_remember_nothing():
 # ---- what is refused -----------------------------------------------------------------------------
 
 
+NO_PAIR = answering("NoPair", lambda state, bad: bad)
+OTHER = answering("OtherState", lambda state, bad: (state.seen, bad))
+
+
 @pytest.mark.parametrize(
     ("guard", "error", "words"),
     [
@@ -477,16 +481,8 @@ def test_a_guard_may_remember_nothing():
         ("spikes", TypeError, "guard is str; expected an object with `init"),
         (None, ValueError, r"state\.guard is a Counting.*Fix: .*_replace\(guard=\(\)\)"),
         (GUARD, TypeError, r"state is Counting; expected a SpikeState.*Fix: "),
-        (
-            answering("NoPair", lambda state, bad: bad),
-            TypeError,
-            r"NoPair\.update returned Tensor; expected \(state, bad\)",
-        ),
-        (
-            answering("OtherState", lambda state, bad: (state.seen, bad)),
-            ValueError,
-            r"state that the guard returned does not match state\.guard",
-        ),
+        (NO_PAIR, TypeError, r"NoPair\.update returned Tensor; expected \(state, bad\)"),
+        (OTHER, ValueError, r"state that the guard returned does not match state\.guard"),
     ],
 )
 def test_what_is_no_guard_is_refused_before_anything_moves(guard, error, words):

@@ -88,6 +88,10 @@ def by_name(name, param):
     return "matrices" if param.ndim > 1 else "others"
 
 
+def parts_by_name():
+    return {"matrices": differentiable(torch.optim.SGD), "others": differentiable()}
+
+
 WHOLE = {"window": 3, "max_norm": 0.1}
 KINDS = {
     "SGD": (lambda: differentiable(torch.optim.SGD, momentum=0.9, nesterov=True), {}),
@@ -96,12 +100,7 @@ KINDS = {
     "Adagrad": (lambda: differentiable(torch.optim.Adagrad), {}),
     "RMSprop": (lambda: differentiable(torch.optim.RMSprop, momentum=0.9, centered=True), {}),
     "ASGD": (lambda: differentiable(torch.optim.ASGD), {}),
-    "partition": (
-        lambda: ps.partition(
-            {"matrices": differentiable(torch.optim.SGD), "others": differentiable()}, by_name
-        ),
-        WHOLE,
-    ),
+    "partition": (lambda: ps.partition(parts_by_name(), by_name), WHOLE),
     "masters": (lambda: ps.with_master_weights(differentiable()), WHOLE),
     "fused": (lambda: ps.from_torch(torch.optim.AdamW, lr=0.01), {}),
     "schedule": (lambda: differentiable(lr=lambda count: 0.1 / (1 + count)), WHOLE),
@@ -215,11 +214,8 @@ def with_a_mean_of_its_own():
 
     optimizer, buffers = sgd(differentiable=True), {"running_mean": ONE}
     state, inner = started({"w": ONE}, None, optimizer, UNSCALED, loss_fn=loss_fn, buffers=buffers)
-    return (
-        lambda state, item, factor: inner(state, [factor]),
-        state,
-        lambda state: state.params["w"],
-    )
+    step = lambda state, item, factor: inner(state, [factor])  # noqa: E731
+    return step, state, lambda state: state.params["w"]
 
 
 OWN = {

@@ -126,8 +126,8 @@ class AsOnAnAccelerator(Dispatched):
 
 
 def in_processes(body: Any, count: int = 2, patience: float = 120) -> None:
-    """`body(rank)` in `count` processes of one gloo group. A rank that waits for another longer
-    than `patience`, in seconds, raises.
+    """`body(rank)`, or each function of a tuple in turn, in `count` processes of one gloo group. A
+    rank that waits for another longer than `patience`, in seconds, raises.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -148,10 +148,18 @@ def _rank(rank: int, port: int, body: Any, count: int, patience: float) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=patience)
     dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timeout)
-    body(rank)
+    for part in body if isinstance(body, tuple) else (body,):
+        part(rank)
     dist.barrier()
     # gloo's threads now and then abort a process that ends in the ordinary way.
     os._exit(0)
+
+
+def on_all_ranks(value: Any) -> list[Any]:
+    """What each rank holds."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return told
 
 
 # ---- a small training job ------------------------------------------------------------------------

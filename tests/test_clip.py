@@ -399,15 +399,9 @@ def _compiled_parts(rank):
         torch.testing.assert_close(compiled(grads), step(grads), equal_nan=True)
 
 
-def _everything_of_parts(rank):
-    _norms_of_parts(rank)
-    _steps_of_parts(rank)
-    _compiled_parts(rank)
-
-
 @pytest.mark.slow
 def test_a_norm_over_ranks_that_hold_other_parts_is_that_of_the_whole_model_in_one_graph_too():
-    in_processes(_everything_of_parts, 3)
+    in_processes((_norms_of_parts, _steps_of_parts, _compiled_parts), 3)
 
 
 def _stages_and_replicas(rank):

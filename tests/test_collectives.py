@@ -79,14 +79,8 @@ def _amaxes(rank):
         assert out.grad_amax.item() == (math.inf if bad else 4.0)
 
 
-def _flags_steps_and_amaxes(rank):
-    _flags(rank)
-    _steps(rank)
-    _amaxes(rank)
-
-
 def test_the_flag_and_the_largest_gradient_of_one_rank_are_those_of_all():
-    in_processes(_flags_steps_and_amaxes)
+    in_processes((_flags, _steps, _amaxes))
 
 
 def test_without_a_process_group_the_flag_is_copied_as_one_of_torch():
@@ -157,11 +151,6 @@ def _bn_stats(rank):
     assert ps.all_reduce_bn_stats(skips).num_skipped == sum(r + 1 for r in range(ranks))
 
 
-def test_uneven_data_on_several_ranks_reduce_to_the_statistics_of_one_process():
-    """To 1e-12, with SyncBatchNorm in the model, and with a rank that has no data."""
-    in_processes(_bn_stats_and_reduced, 3)
-
-
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -205,9 +194,9 @@ def _bn_reduced(rank):
     assert kinds[0] == kinds[1]
 
 
-def _bn_stats_and_reduced(rank):
-    _bn_stats(rank)
-    _bn_reduced(rank)
+def test_uneven_data_on_several_ranks_reduce_to_the_statistics_of_one_process():
+    """To 1e-12, with SyncBatchNorm in the model, and with a rank that has no data."""
+    in_processes((_bn_stats, _bn_reduced), 3)
 
 
 def _bn_failures(rank):

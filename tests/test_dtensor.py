@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from helpers import AsOnAnAccelerator, at, by_parts, in_processes, same_bits
+from helpers import AsOnAnAccelerator, at, by_parts, in_processes, on_all_ranks, same_bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -443,20 +443,13 @@ def test_a_step_over_dtensors_is_one_graph():
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def _everywhere(value):
-    """What each rank holds of a number."""
-    held = [None] * dist.get_world_size()
-    dist.all_gather_object(held, float(value))
-    return held
-
-
 def _torch_steps(scaler, optimizer, params, grads):
     scaler.scale(torch.ones(1))  # torch makes its scale here
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
     scaler.step(optimizer)
     scaler.update()
-    return _everywhere(scaler.get_scale())
+    return on_all_ranks(scaler.get_scale())
 
 
 def _sharded_grad_scaler(rank):
@@ -468,7 +461,7 @@ def _sharded_grad_scaler(rank):
     scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
     optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
     assert _torch_steps(scaler, optimizer, [param], [grad.clone()]) == [8.0, 4.0]
-    theirs = _everywhere(param.detach()[0])
+    theirs = on_all_ranks(param[0].item())
     assert theirs[0] != theirs[1] == 0.0
 
     ours, rule = ps.from_torch(torch.optim.AdamW, lr=0.1), ps.DynamicScale(init_scale=8.0)
@@ -478,8 +471,8 @@ def _sharded_grad_scaler(rank):
     for params, grads, group in ((plain, {"w": grad}, dist.group.WORLD), (shards, sharded, None)):
         state = ours.init(params)
         out = ps.unscale_and_step(ours, rule.init(), params, grads, state, group=group)
-        assert _everywhere(rule.update(rule.init(), out.found_inf).scale) == [4.0, 4.0]
-        assert _everywhere(here(out.params["w"])[0]) == [0.0, 0.0]
+        assert on_all_ranks(rule.update(rule.init(), out.found_inf).scale.item()) == [4.0, 4.0]
+        assert on_all_ranks(here(out.params["w"])[0].item()) == [0.0, 0.0]
 
 
 def _first_placement(rank):
@@ -497,25 +490,20 @@ def _first_placement(rank):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD(params, lr=1.0)
     assert _torch_steps(scaler, optimizer, params, [g.clone() for g in grads]) == [8.0, 4.0]
-    theirs = _everywhere(here(params[0].detach())[0])
+    theirs = on_all_ranks(here(params[0].detach())[0].item())
     assert theirs == [-0.125, 0.0]  # a replicated parameter
 
     ours, rule = ps.from_torch(torch.optim.SGD, lr=1.0), ps.DynamicScale(init_scale=8.0)
     for order in (slice(None), slice(None, None, -1)):
         arguments = weights[order], grads[order], ours.init(weights[order])
         out = ps.unscale_and_step(ours, rule.init(), *arguments)
-        assert _everywhere(rule.update(rule.init(), out.found_inf).scale) == [4.0, 4.0]
+        assert on_all_ranks(rule.update(rule.init(), out.found_inf).scale.item()) == [4.0, 4.0]
         assert same_bits(here(out.params), here(weights[order]))
-
-
-def _beside_torchs_scalers(rank):
-    _sharded_grad_scaler(rank)
-    _first_placement(rank)
 
 
 @pytest.mark.skipif(TORCH > (2, 15), reason="torch may have mended them")
 def test_ranks_agree_where_those_of_torchs_scalers_do_not():
-    in_processes(_beside_torchs_scalers)
+    in_processes((_sharded_grad_scaler, _first_placement))
 
 
 # ---- a whole step --------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from helpers import (
     function_of,
     in_one_graph,
     in_processes,
+    on_all_ranks,
     small_net,
     started,
     tensors,
@@ -153,9 +154,8 @@ WEIGHTS = {
 
 
 def the_same_everywhere(*trees):
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, trees)
-    return all(same_bits(told[0], other) for other in told)
+    first, *others = on_all_ranks(trees)
+    return all(same_bits(first, other) for other in others)
 
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -570,15 +570,9 @@ def _settings(rank):
     step(state._replace(rng=own), data, optimizer=sgd, group=world, **both[1])
 
 
-def _compiled_and_refused(rank):
-    _compiled(rank)
-    _refusals(rank)
-    _settings(rank)
-
-
 @pytest.mark.slow
 def test_what_one_rank_refuses_every_rank_refuses_and_a_step_is_one_graph():
-    in_processes(_compiled_and_refused)
+    in_processes((_compiled, _refusals, _settings))
 
 
 def test_without_a_process_group_gradients_are_copied():

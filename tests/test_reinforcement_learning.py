@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_close, clone, in_processes, same_bits
+from helpers import assert_close, clone, in_processes, on_all_ranks, same_bits
 from test_docs import PAGES, blocks, output_of_script
 from test_dtensor import whole
 from torch import nn
@@ -73,12 +73,6 @@ def begun(rank, rule=RULE, careful=False):
 
 def ranks():
     return dist.get_world_size()
-
-
-def on_all_ranks(value):
-    told = [None] * ranks()
-    dist.all_gather_object(told, value)
-    return told
 
 
 # ---- beside torch's scalers ----------------------------------------------------------------------

@@ -17,6 +17,7 @@ from helpers import (
     clone,
     cross_entropy_of,
     in_processes,
+    on_all_ranks,
     small_net,
     stack,
     started,
@@ -433,9 +434,7 @@ def _ranks(rank):
         assert flags(infos, "rejected") == [factor == SPIKE for factor in PLANTED]
         skipped = [factor == SPIKE or (factor == OVERFLOW and not dropped) for factor in PLANTED]
         assert flags(infos, "found_inf") == skipped
-        told = [None] * 2
-        dist.all_gather_object(told, (state, infos))
-        assert same_bits(*told)
+        assert same_bits(*on_all_ranks((state, infos)))
     state, step = job(group=group)
     with pytest.raises(ValueError, match="guard"):
         step(state, calm[0], guard=ps.SpikeGuard(warmup=3 + rank))

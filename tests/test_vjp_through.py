@@ -126,11 +126,14 @@ def differences(step, state, items, query, weights, eps=1e-6, seed=3):
 
 
 @examples(8)
-@given(number=st.integers(1, 13), every=st.integers(1, 15))
-def test_any_length_of_a_segment_has_the_same_bits(number, every):
+@given(number=st.integers(1, 13), every=st.integers(1, 15), on_disk=st.booleans())
+def test_any_length_of_a_segment_has_the_same_bits_in_a_folder_too(
+    tmp_path_factory, number, every, on_disk
+):
+    folder = tmp_path_factory.getbasetemp() if on_disk else None
     step, state, query = task(net(width=5), differentiable(torch.optim.SGD, momentum=0.9))
     items, weights = batches(number), torch.ones(N)
-    run = ps.vjp_through(step, state, items, query, wrt=weights, every=every)
+    run = ps.vjp_through(step, state, items, query, wrt=weights, every=every, folder=folder)
     assert same_bits(run, ps.vjp_through(step, state, items, query, wrt=weights))
 
 
@@ -360,13 +363,6 @@ def test_two_runs_in_a_row_are_one_run():
     assert first.value == ()
     assert same_bits((first.state, second.value), (whole.state, whole.value))
     torch.testing.assert_close(first.wrt + second.wrt, whole.wrt)
-
-
-def test_kept_states_in_a_folder_have_the_same_bits(tmp_path):
-    step, state, query = task()
-    arguments = step, state, batches(7), query
-    run = ps.vjp_through(*arguments, wrt=torch.ones(N), folder=tmp_path)
-    assert same_bits(run, ps.vjp_through(*arguments, wrt=torch.ones(N)))
 
 
 def test_arguments_are_unchanged():

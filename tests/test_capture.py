@@ -713,12 +713,16 @@ def of_functions():
     return state, lambda state, x: step(state, [lambda: x] * 2), ONES
 
 
+def widened(state, x):
+    return {**state, "mean": x.double()}, x
+
+
 NO_STEP = "Own has a step of its own"
+OF_FLOAT32 = r"state\['mean'\] is torch.float32"
+WEIGHT, NO_GRAPH = torch.ones(3, requires_grad=True), "the results of capture have no graph"
+RNG, SPARSE = torch.Generator().manual_seed(0).get_state(), ONES.to_sparse()
 ARE_REFUSED = {  # (state, step, batch), words
-    "rng": (
-        lambda: (*simple(rng=torch.Generator().manual_seed(0).get_state()), [ONES]),
-        "rng in its state cannot be traced or captured",
-    ),
+    "rng": (lambda: (*simple(rng=RNG), [ONES]), "rng in its state cannot be traced or captured"),
     "retries": (lambda: (*simple(max_retries=1), [ONES]), "max_retries reads a flag"),
     "a step of its own": (lambda: (*simple(OWN), [ONES]), NO_STEP),
     "a step of its own by hand": (lambda: ((W, OWN.init(W)), by_hand, W), NO_STEP),
@@ -728,18 +732,12 @@ ARE_REFUSED = {  # (state, step, batch), words
         lambda: ({**start(), "lr": 0.1}, mean, ONES),
         r"args\[0\]\['lr'\] is float 0.1",
     ),
-    "a sparse leaf": (
-        lambda: (start(), mean, ONES.to_sparse()),
-        "capture takes plain, dense tensors",
-    ),
+    "a sparse leaf": (lambda: (start(), mean, SPARSE), "capture takes plain, dense tensors"),
     "a leaf that requires grad": (
-        lambda: (start(), mean, torch.ones(3, requires_grad=True)),
-        "the results of capture have no graph",
+        lambda: (start(), mean, WEIGHT),
+        "results of capture have no graph",
     ),
-    "a new form": (
-        lambda: (start(), lambda state, x: ({**state, "mean": x.double()}, x), ONES),
-        r"state\['mean'\] is torch.float32.*memory of the old one",
-    ),
+    "a new form": (lambda: (start(), widened, ONES), rf"{OF_FLOAT32}.*memory of the old one"),
     "a new structure": (lambda: (start(), lambda state, x: ({"mean": x}, x), ONES), "state"),
 }
 

@@ -19,14 +19,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICE = "cuda"
 # A gradient that is rounding alone makes no step.
 OPTIMIZERS = {
-    name: ps.from_torch(getattr(torch.optim, name), lr=1e-2, **settings)
-    for name, settings in {
-        "AdamW": {"eps": 1e-2},
-        "SGD": {},
-        "Adagrad": {"eps": 1e-2},
-        "RMSprop": {"eps": 1e-2},
-    }.items()
+    name: ps.from_torch(getattr(torch.optim, name), lr=1e-2, eps=1e-2)
+    for name in ("AdamW", "Adagrad", "RMSprop")
 }
+OPTIMIZERS["SGD"] = ps.from_torch(torch.optim.SGD, lr=1e-2)
 
 
 @pytest.fixture
@@ -90,9 +86,8 @@ def test_launches_do_not_grow_with_the_number_of_tensors(name):
         step(clone(params), clone(params), clone(state))
         arguments = clone((params, params, state))
         torch.cuda.synchronize()
-        with profile(
-            activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True
-        ) as traced:
+        activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+        with profile(activities=activities, acc_events=True) as traced:
             step(*arguments)
             torch.cuda.synchronize()
         launches.append(sum(event.name.startswith("cudaLaunchKernel") for event in traced.events()))
@@ -182,9 +177,8 @@ def test_a_bound_or_a_weight_that_is_a_tensor_does_not_sync(device, syncs_are_er
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_a_schedule_on_a_gpu_steps_as_on_the_cpu_and_does_not_sync(name, dtype, syncs_are_errors):
     """Whatever the dtype of its rates."""
-    optimizer = ps.from_torch(
-        getattr(torch.optim, name), lr=lambda step: torch.exp(-step.to(dtype))
-    )
+    rate = lambda step: torch.exp(-step.to(dtype))  # noqa: E731
+    optimizer = ps.from_torch(getattr(torch.optim, name), lr=rate)
     with syncs_allowed():
         params = {"w": torch.linspace(-3, 3, 33)}
         ways = [to(device, (params, optimizer.init(params))) for device in ("cpu", DEVICE)]

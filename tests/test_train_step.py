@@ -97,6 +97,10 @@ def test_with_rng_what_is_skipped_or_dropped_draws_its_numbers_too(bad, on_nonfi
 # ---- what the loss function may be
 
 
+SHAPES = r"torch.float32 \(1,\), but torch.float32 \(3,\) in new_buffers"
+OF_ANOTHER_SHAPE = rf"buffers\['n'\] is {SHAPES}"
+
+
 @pytest.mark.parametrize(
     ("returned", "error", "message"),
     [
@@ -107,11 +111,7 @@ def test_with_rng_what_is_skipped_or_dropped_draws_its_numbers_too(bad, on_nonfi
         (lambda w, b: (w, b), ValueError, r"has shape \(2,\); a loss is one number"),
         (lambda w, b: (w.sum().long(), b), TypeError, "dtype torch.int64"),
         (lambda w, b: (w.sum(), {}), ValueError, r"does not match buffers: missing \['n'\]"),
-        (
-            lambda w, b: (w.sum(), {"n": torch.ones(3)}),
-            ValueError,
-            r"buffers\['n'\] is torch.float32 \(1,\), but torch.float32 \(3,\) in new_buffers",
-        ),
+        (lambda w, b: (w.sum(), {"n": torch.ones(3)}), ValueError, OF_ANOTHER_SHAPE),
     ],
 )
 def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(
@@ -239,10 +239,8 @@ class Swap:
 KEEPS = ps.from_transformation(
     (lambda p: {"prev": p}, lambda g, s, p: (pytree.tree_map(torch.neg, g), {"prev": p}))
 )
-UNFUSED, HALF_SGD = (
-    ps.from_torch(OPTIM.SGD, lr=0.5, foreach=False),
-    ps.from_torch(OPTIM.SGD, lr=2.0**15),
-)
+UNFUSED = ps.from_torch(OPTIM.SGD, lr=0.5, foreach=False)
+HALF_SGD = ps.from_torch(OPTIM.SGD, lr=2.0**15)
 ONES, TWOS = torch.ones(4), torch.full((4,), 2.0)
 ALIASED = {  # (optimizer, params, grads) of a tensor of 8s and one of 0 to 3
     "one tensor in two places": lambda t, u: (

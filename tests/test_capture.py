@@ -733,10 +733,7 @@ ARE_REFUSED = {  # (state, step, batch), words
         r"args\[0\]\['lr'\] is float 0.1",
     ),
     "a sparse leaf": (lambda: (start(), mean, SPARSE), "capture takes plain, dense tensors"),
-    "a leaf that requires grad": (
-        lambda: (start(), mean, WEIGHT),
-        "results of capture have no graph",
-    ),
+    "a leaf that requires grad": (lambda: (start(), mean, WEIGHT), NO_GRAPH),
     "a new form": (lambda: (start(), widened, ONES), rf"{OF_FLOAT32}.*memory of the old one"),
     "a new structure": (lambda: (start(), lambda state, x: ({"mean": x}, x), ONES), "state"),
 }

@@ -394,17 +394,6 @@ def test_half_leaves_have_derivatives_in_float32():
 
 # ---- a scale for cotangents ----------------------------------------------------------------------
 
-RULES = [ps.HeadroomScale(), ps.DynamicScale(2.0**24)]
-
-
-@pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_a_scale_changes_no_bit_of_what_fits(rule):
-    step, state, query = task()
-    arguments = step, state, batches(5), query
-    run = ps.vjp_through(*arguments, wrt=torch.ones(N), rule=rule)
-    plain = ps.vjp_through(*arguments, wrt=torch.ones(N))
-    torch.testing.assert_close(run.wrt, plain.wrt, rtol=1e-6, atol=1e-9)
-
 
 @pytest.mark.parametrize(
     ("inner", "rule"), [(0, ps.HeadroomScale()), (18, ps.DynamicScale())], ids=str
@@ -498,8 +487,8 @@ def test_a_jitted_step_has_the_derivative_of_the_eager_one(is_wrapped, backend):
     taken = (lambda *args: jitted(*args)) if is_wrapped else jitted
     items, weights = batches(3), torch.ones(N)
     eager = ps.vjp_through(step, state, items, query, wrt=weights)
-    close = {"rtol": 1e-4, "atol": 1e-5} if backend == "inductor" else {"rtol": 1e-5, "atol": 1e-7}
-    for rule in (ps.HeadroomScale(), Unhashable(8.0)):
+    close = {"rtol": 1e-4, "atol": 1e-5} if backend == "inductor" else {"rtol": 1e-6, "atol": 1e-9}
+    for rule in (ps.HeadroomScale(), Unhashable(2.0**24)):
         run = ps.vjp_through(taken, state, items, query, wrt=weights, rule=rule)
         torch.testing.assert_close(run.wrt, eager.wrt, **close)
         torch.testing.assert_close(run.state.params, eager.state.params, **close)

@@ -132,8 +132,8 @@ def on_an_accelerator(forced: bool) -> Any:
 
 
 def in_processes(body: Any, count: int = 2, patience: float = 120) -> None:
-    """`body(rank)` in `count` processes of one gloo group. A rank that waits for another longer
-    than `patience`, in seconds, raises.
+    """`body(rank)`, or each function of a tuple in turn, in `count` processes of one gloo group. A
+    rank that waits for another longer than `patience`, in seconds, raises.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -154,10 +154,18 @@ def _rank(rank: int, port: int, body: Any, count: int, patience: float) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=patience)
     dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timeout)
-    body(rank)
+    for part in body if isinstance(body, tuple) else (body,):
+        part(rank)
     dist.barrier()
     # gloo's threads now and then abort a process that ends in the ordinary way.
     os._exit(0)
+
+
+def on_all_ranks(value: Any) -> list[Any]:
+    """What each rank holds."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return told
 
 
 # ---- a small training job ------------------------------------------------------------------------
@@ -173,6 +181,28 @@ class OldDouble(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * 2
+
+
+class OwnBackward(torch.autograd.Function):
+    """`x * w`, whose backward runs a graph of its own over `w`, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x.detach(), w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, seed: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        with torch.enable_grad():
+            (x * w).backward(seed)
+        return seed * w, None
+
+
+def function_of(forward: Any, backward: Any) -> Any:
+    """`apply` of an autograd.Function of these two."""
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Function", (torch.autograd.Function,), parts).apply
 
 
 class Keeps(torch.autograd.Function):

@@ -25,6 +25,7 @@ from helpers import (
     clone,
     cross_entropy_of,
     examples,
+    function_of,
     same_bits,
     small_net,
     started,
@@ -76,10 +77,10 @@ def training(optimizer=ADAMW, **settings):
     return job_of(optimizer, RULE, HALF, max_norm=1.0, donate=True, **settings)
 
 
-def windows(number, overflow=4, size=8):
-    """Windows of one batch, one of which overflows."""
-    found = [batch(seed, size) for seed in range(number)]
-    return [[(x * INF if index == overflow else x, y)] for index, (x, y) in enumerate(found)]
+def windows(number, overflows=(4,), size=8):
+    """Windows of one batch, some of which overflow."""
+    every = [batch(seed, size) for seed in range(number)]
+    return [[(x * INF if index in overflows else x, y)] for index, (x, y) in enumerate(every)]
 
 
 def agree(step, state, batches, graphs=1, **settings):
@@ -153,11 +154,7 @@ def test_any_run_with_overflows_and_growth_has_the_bits_of_the_step(
     rule = ps.DynamicScale(2.0**6, growth_interval=growth)
     with on_graphs():
         made, step = job_of(adamw, rule, donate=True)
-        some = [batch(seed, size) for seed in range(12)]
-        some = [
-            [(x * INF if index in overflows else x, y)] * microbatches
-            for index, (x, y) in enumerate(some)
-        ]
+        some = [window * microbatches for window in windows(12, overflows, size)]
         told, _ = agree(step, made, some)
     assert {i for i, info in enumerate(told) if info.found_inf} >= overflows
 
@@ -217,12 +214,10 @@ def test_a_step_may_return_the_state_alone_or_with_anything(graphs):
     assert same_bits(alone({"mean": torch.ones(3)}, torch.ones(3)), {"mean": torch.full((3,), 2.0)})
     tuples = ps.capture(lambda state, x: (state[0] + x, state[1]), donate=True)
     assert same_bits(tuples((torch.ones(3), x := torch.zeros(2)), torch.ones(3))[1], x)
-    more = ps.capture(
-        lambda state, x: (state + x, {"none": None, "name": "n", "x": x}), donate=True
-    )
+    tells = {"none": None, "name": "n"}
+    more = ps.capture(lambda state, x: (state + x, {**tells, "x": x}), donate=True)
     told = more(torch.ones(3), torch.ones(3))[1]
-    assert told["none"] is None
-    assert told["name"] == "n"
+    assert {name: told[name] for name in tells} == tells
 
 
 # ---- nothing of the caller's changes -------------------------------------------------------------
@@ -321,23 +316,17 @@ def test_a_state_whose_leaves_change_places_has_the_numbers_of_the_step(name, gr
     agree(TURNS[name], tuple(torch.arange(3.0) + 10 * index for index in range(3)), xs(5))
 
 
-@pytest.mark.parametrize(
-    "stride",
-    [
-        lambda x: x.contiguous(memory_format=torch.channels_last),
-        lambda x: x.transpose(0, 3),
-        lambda x: x[:, :1, :1, :1],
-    ],
-    ids=["channels_last", "transposed", "one"],
-)
-def test_a_state_of_any_strides_is_recorded_once(stride, graphs):
-    state = stride(torch.arange(48.0).reshape(2, 3, 2, 4))
-    fast, expected = ps.capture(lambda s, x: s * 0.5 + x, donate=True), state.clone()
-    for index in range(3):
-        x = torch.tensor(float(index))
-        state, expected = fast(state, x), expected * 0.5 + x
-        assert torch.equal(state, expected)
-    assert len(fast.programs) == 1
+STRIDES = {
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 3),
+    "one": lambda x: x[:, :1, :1, :1],
+}
+
+
+@pytest.mark.parametrize("name", STRIDES)
+def test_a_state_of_any_strides_is_recorded_once(name, graphs):
+    state = STRIDES[name](torch.arange(48.0).reshape(2, 3, 2, 4))
+    agree(lambda s, x: (s * 0.5 + x, x), state, [torch.tensor(float(i)) for i in range(3)])
 
 
 def test_a_transposed_weight_that_is_returned_is_no_weight_in_its_place(graphs):
@@ -649,19 +638,10 @@ def test_a_graph_keeps_the_memory_of_a_tensor_whose_data_is_replaced(wrap, graph
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-class ReadsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * float(grad.sum())
-
-
 def slope(x):
     x = x.clone().requires_grad_()
-    return torch.autograd.grad(ReadsBackward.apply(x).sum(), x)[0]
+    reads = function_of(lambda ctx, x: x * 2, lambda ctx, grad: grad * float(grad.sum()))
+    return torch.autograd.grad(reads(x).sum(), x)[0]
 
 
 READS = {
@@ -713,9 +693,7 @@ class Own(torch.optim.SGD):
 
 
 def simple(optimizer=SGD, **parts):
-    return started(
-        {"w": torch.ones(3)}, lambda p, x: (p["w"] * x).square().sum(), optimizer, **parts
-    )
+    return started(W, lambda p, x: (p["w"] * x).square().sum(), optimizer, **parts)
 
 
 OWN = ps.from_torch(Own, lr=0.1)
@@ -735,12 +713,16 @@ def of_functions():
     return state, lambda state, x: step(state, [lambda: x] * 2), ONES
 
 
+def widened(state, x):
+    return {**state, "mean": x.double()}, x
+
+
 NO_STEP = "Own has a step of its own"
+OF_FLOAT32 = r"state\['mean'\] is torch.float32"
+WEIGHT, NO_GRAPH = torch.ones(3, requires_grad=True), "the results of capture have no graph"
+RNG, SPARSE = torch.Generator().manual_seed(0).get_state(), ONES.to_sparse()
 ARE_REFUSED = {  # (state, step, batch), words
-    "rng": (
-        lambda: (*simple(rng=torch.Generator().manual_seed(0).get_state()), [ONES]),
-        "rng in its state cannot be traced or captured",
-    ),
+    "rng": (lambda: (*simple(rng=RNG), [ONES]), "rng in its state cannot be traced or captured"),
     "retries": (lambda: (*simple(max_retries=1), [ONES]), "max_retries reads a flag"),
     "a step of its own": (lambda: (*simple(OWN), [ONES]), NO_STEP),
     "a step of its own by hand": (lambda: ((W, OWN.init(W)), by_hand, W), NO_STEP),
@@ -750,18 +732,9 @@ ARE_REFUSED = {  # (state, step, batch), words
         lambda: ({**start(), "lr": 0.1}, mean, ONES),
         r"args\[0\]\['lr'\] is float 0.1",
     ),
-    "a sparse leaf": (
-        lambda: (start(), mean, ONES.to_sparse()),
-        "capture takes plain, dense tensors",
-    ),
-    "a leaf that requires grad": (
-        lambda: (start(), mean, torch.ones(3, requires_grad=True)),
-        "the results of capture have no graph",
-    ),
-    "a new form": (
-        lambda: (start(), lambda state, x: ({**state, "mean": x.double()}, x), ONES),
-        r"state\['mean'\] is torch.float32.*memory of the old one",
-    ),
+    "a sparse leaf": (lambda: (start(), mean, SPARSE), "capture takes plain, dense tensors"),
+    "a leaf that requires grad": (lambda: (start(), mean, WEIGHT), NO_GRAPH),
+    "a new form": (lambda: (start(), widened, ONES), rf"{OF_FLOAT32}.*memory of the old one"),
     "a new structure": (lambda: (start(), lambda state, x: ({"mean": x}, x), ONES), "state"),
 }
 

@@ -191,11 +191,7 @@ WRONG = {"w": torch.tensor([1])}
         (lambda: ps.clip_by_value(WRONG, 1.0), TypeError, r"grads\['w'\]"),
         (lambda: ps.clip_by_value({"w": torch.ones(1) * 1j}, 1.0), TypeError, "torch.complex64"),
         (lambda: ps.clip_by_global_norm(ONE, 1.0, group="pp"), ValueError, "no process group"),
-        (
-            lambda: _stepped(ONE, ONE, at(1.0), norm_group="pp"),
-            ValueError,
-            r"no process group.*Fix: ",
-        ),
+        (lambda: _stepped(ONE, ONE, at(1.0), norm_group="pp"), ValueError, "no process .*Fix: "),
     ],
 )
 def test_a_wrong_argument_is_refused(call, error, words):
@@ -217,9 +213,6 @@ def test_a_bound_of_inf_keeps_inf_as_torch_does(dtype, bound, forced):
     with AsOnAnAccelerator() if forced else Dispatched():
         clipped = ps.clip_by_value(grads, bound)
     assert same_bits(clipped, [g.clamp(-math.inf, math.inf) for g in grads])
-
-
-# ---- what a review found
 
 
 @pytest.mark.parametrize(
@@ -252,21 +245,11 @@ def test_the_norm_of_zeros_has_a_finite_derivative(dtype):
     ).all()
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
-def test_a_complex_number_counts_with_its_magnitude_as_in_torch(p):
-    leaves = [torch.tensor([3 + 4j, 1 - 1j]), torch.tensor([2.0, -1.0])]
-    expected = torch.cat([leaves[0].abs(), leaves[1].abs()]).norm(p)
-    torch.testing.assert_close(ps.clip_by_global_norm(leaves, 1.0, norm_type=p)[1], expected)
-
-
 @pytest.mark.parametrize("bound", [math.inf, torch.tensor(math.inf)])
 def test_a_bound_of_inf_only_measures_even_inf(bound):
     grads, norm = ps.clip_by_global_norm([torch.tensor([math.inf, 1.0])], bound)
     assert norm == math.inf
     assert grads[0].tolist() == [math.inf, 1.0]
-
-
-# ---- edges that a careless change would break
 
 
 @pytest.mark.parametrize("clip", [ps.clip_by_global_norm, ps.clip_by_value])
@@ -416,15 +399,9 @@ def _compiled_parts(rank):
         torch.testing.assert_close(compiled(grads), step(grads), equal_nan=True)
 
 
-def _everything_of_parts(rank):
-    _norms_of_parts(rank)
-    _steps_of_parts(rank)
-    _compiled_parts(rank)
-
-
 @pytest.mark.slow
 def test_a_norm_over_ranks_that_hold_other_parts_is_that_of_the_whole_model_in_one_graph_too():
-    in_processes(_everything_of_parts, 3)
+    in_processes((_norms_of_parts, _steps_of_parts, _compiled_parts), 3)
 
 
 def _stages_and_replicas(rank):
@@ -471,14 +448,13 @@ def test_the_factor_of_numbers_is_that_of_tensors_or_none_for_1(norm, max_norm):
     assert factor != 1.0
 
 
-def scaler_on_meta():
-    return ps.DynamicScale().init("meta")
+ON_META = ps.DynamicScale().init("meta")
 
 
 @pytest.mark.parametrize(
     ("refuse", "dtype", "message"),
     [
-        (lambda g: ps.unscale_and_check(scaler_on_meta(), g), torch.float32, "the scaler state on"),
+        (lambda g: ps.unscale_and_check(ON_META, g), torch.float32, "the scaler state on"),
         (lambda g: ps.clip_by_value(g, 1.0), torch.complex64, "complex"),
         (
             lambda g: ps.clip_by_global_norm({**g, "v": torch.ones(2, device="meta")}, 1.0),

@@ -79,14 +79,8 @@ def _amaxes(rank):
         assert out.grad_amax.item() == (math.inf if bad else 4.0)
 
 
-def _flags_steps_and_amaxes(rank):
-    _flags(rank)
-    _steps(rank)
-    _amaxes(rank)
-
-
 def test_the_flag_and_the_largest_gradient_of_one_rank_are_those_of_all():
-    in_processes(_flags_steps_and_amaxes)
+    in_processes((_flags, _steps, _amaxes))
 
 
 def test_without_a_process_group_the_flag_is_copied_as_one_of_torch():
@@ -157,11 +151,6 @@ def _bn_stats(rank):
     assert ps.all_reduce_bn_stats(skips).num_skipped == sum(r + 1 for r in range(ranks))
 
 
-def test_uneven_data_on_several_ranks_reduce_to_the_statistics_of_one_process():
-    """To 1e-12, with SyncBatchNorm in the model, and with a rank that has no data."""
-    in_processes(_bn_stats_and_reduced, 3)
-
-
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -205,9 +194,9 @@ def _bn_reduced(rank):
     assert kinds[0] == kinds[1]
 
 
-def _bn_stats_and_reduced(rank):
-    _bn_stats(rank)
-    _bn_reduced(rank)
+def test_uneven_data_on_several_ranks_reduce_to_the_statistics_of_one_process():
+    """To 1e-12, with SyncBatchNorm in the model, and with a rank that has no data."""
+    in_processes((_bn_stats, _bn_reduced), 3)
 
 
 def _bn_failures(rank):
@@ -249,9 +238,6 @@ def test_without_a_process_group_the_statistics_are_copied():
     reduced = ps.all_reduce_bn_stats(stats)
     assert_close(reduced, stats, rtol=0, atol=0)
     assert reduced.layers[""].mean.data_ptr() != stats.layers[""].mean.data_ptr()
-
-
-# ---- edges that a careless change would break
 
 
 @pytest.mark.parametrize(
@@ -355,6 +341,26 @@ def decayed(lr, applied):
     return lr * 0.9**applied
 
 
+def schedule(start):
+    return lambda applied: start * 2**applied
+
+
+@dataclasses.dataclass
+class Unset:
+    there: int = 1
+    missing: int = dataclasses.field(init=False)
+
+
+class Own:
+    """An optimizer of a user, with what is no setting beside what is one."""
+
+    def __init__(self, lr, name):
+        self.lr, self.me = lr, self
+        self.log, self.lock, self.net = logging.getLogger(name), threading.Lock(), nn.Linear(1, 1)
+
+    def step(self, params, grads, opt_state): ...
+
+
 from_torch, optim = ps.from_torch, torch.optim
 PAIRS = {
     "class": (from_torch(optim.SGD, lr=0.1), from_torch(optim.Rprop, lr=0.1)),
@@ -386,6 +392,8 @@ PAIRS = {
     "names of functions": (max, min),
     "names of one's own functions": (small_net, in_processes),
     "methods": (Doubling(1).rate, Doubling(2).rate),
+    "one's own class": (Own(0.1, "rank 0"), Own(0.2, "rank 0")),
+    "functions of other names": (schedule(1), lambda applied: 2**applied),
 }
 
 
@@ -411,13 +419,6 @@ def test_data_is_told_by_value(one, other):
         assert describe_setting(one) != describe_setting(other)
 
 
-def test_1_and_1_0_are_one_setting_and_a_default_may_be_named():
-    assert describe_setting(ps.StaticScale(8)) == describe_setting(ps.StaticScale(8.0))
-    named = ps.from_torch(torch.optim.SGD, momentum=0, lr=1e-3)
-    assert describe_setting(named) == describe_setting(ps.from_torch(torch.optim.SGD))
-    assert describe_setting(frozenset("abc")) == describe_setting(frozenset("cba"))
-
-
 PROGRAM = """
 from test_collectives import PAIRS, describe_setting
 print([describe_setting(one) for pair in PAIRS.values() for one in pair])
@@ -434,45 +435,27 @@ def test_every_process_says_the_same():
     assert " at 0x" not in one
 
 
-@dataclasses.dataclass
-class Unset:
-    there: int = 1
-    missing: int = dataclasses.field(init=False)
+SAME = {
+    "1 and 1.0": (ps.StaticScale(8), ps.StaticScale(8.0)),
+    "a default that is named": (from_torch(optim.SGD, momentum=0, lr=1e-3), from_torch(optim.SGD)),
+    "orders of a set": (frozenset("abc"), frozenset("cba")),
+    "what is no setting": (Own(0.1, "rank 0"), Own(0.1, "rank 1")),
+    # their values are told if they are the fields of an object or of a partial
+    "functions of one qualified name": (schedule(1), schedule(2)),
+    "a function that was compiled": (torch.compile(decayed), decayed),
+}
 
 
-class Own:
-    """An optimizer of a user, with what is no setting beside what is one."""
-
-    def __init__(self, lr, name):
-        self.lr, self.me = lr, self
-        self.log, self.lock, self.net = logging.getLogger(name), threading.Lock(), nn.Linear(1, 1)
-
-    def step(self, params, grads, opt_state): ...
+@pytest.mark.parametrize("name", SAME)
+def test_settings_that_are_one_are_told_alike(name):
+    one, other = SAME[name]
+    assert describe_setting(one) == describe_setting(other)
 
 
 def test_of_what_is_no_setting_the_kind_is_told():
-    assert describe_setting(Own(0.1, "rank 0")) == describe_setting(Own(0.1, "rank 1"))
-    assert describe_setting(Own(0.1, "rank 0")) != describe_setting(Own(0.2, "rank 0"))
     assert describe_setting(Unset()) == "Unset(there=1, missing=None)"
     assert describe_setting(torch.zeros(1000)) == "torch.float32 (1000,)"
     assert describe_setting(torch.zeros(2, device="meta")) == "torch.float32 (2,)"
-
-
-def test_functions_are_told_by_their_qualified_name_alone():
-    """Their values are told if they are the fields of an object or of a partial."""
-
-    def schedule(start):
-        return lambda applied: start * 2**applied
-
-    assert describe_setting(schedule(1)) == describe_setting(schedule(2))
-    assert describe_setting(schedule(1)) != describe_setting(lambda applied: 2**applied)
-
-
-def test_a_compiled_function_is_that_which_was_compiled():
-    def schedule(applied):
-        return 0.1 * applied
-
-    assert describe_setting(torch.compile(schedule)) == describe_setting(schedule)
 
 
 def test_ranks_compare_each_setting_of_a_step_but_those_of_a_rank():

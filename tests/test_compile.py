@@ -1,7 +1,6 @@
 """What a compiled step costs: how often it is compiled, and what its code allocates."""
 
 import functools
-import itertools
 import math
 import re
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from helpers import HALF, batch, job, scaled_by, stack, tensors
+from helpers import HALF, assert_close, batch, job, scaled_by, stack, started, tensors
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import fresh_cache, run_and_get_code
@@ -25,24 +24,8 @@ def window(index, count):
 
 
 @pytest.mark.slow
-def test_forty_steps_with_overflow_and_growth_are_compiled_once():
-    state, step = job(ADAMW(), RULE, max_norm=1.0, donate=True)
-    backend = CompileCounterWithBackend("eager")
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
-    scales, overflows = [], 0
-    for index in range(40):
-        with torch._dynamo.config.patch(error_on_recompile=index > 0):
-            state, info = compiled(state, window(index, 2))
-        scales.append(state.scaler.scale.item())
-        overflows += info.found_inf.item()
-    assert backend.frame_count == 1
-    assert 0 < overflows < 20
-    assert any(later == 2 * earlier for earlier, later in itertools.pairwise(scales))
-
-
-@pytest.mark.slow
 def test_a_window_of_another_length_costs_one_more_graph_and_then_none():
-    state, step = job(ADAMW(), RULE)
+    state, step = job(ADAMW(), RULE, max_norm=1.0, donate=True)
     backend = CompileCounterWithBackend("eager")
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     for count in (3, 2):
@@ -72,18 +55,12 @@ def test_a_compiled_step_takes_bounds_that_are_tensors():
         torch.testing.assert_close(tensors(new.params), tensors(expected.params))
 
 
+BOUNDED = {"max_norm": 0.5, "norm_type": 3.0, "clip_value": 0.1}
+BOUNDED["weight_fn"] = lambda m: float(len(m[0]))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_norm": 1.0},
-        {
-            **{"max_norm": 0.5, "norm_type": 3.0, "clip_value": 0.1},
-            **{"weight_fn": lambda m: float(len(m[0]))},
-        },
-    ],
-    ids=["2", "3 and weights"],
-)
+@pytest.mark.parametrize("settings", [{"max_norm": 1.0}, BOUNDED], ids=["2", "3 and weights"])
 def test_with_dynamic_shapes_batches_of_any_size_are_one_graph_and_agree(settings):
     torch.manual_seed(0)
     layers = 9 if settings == {"max_norm": 1.0} else 1  # as nodes, and in plain operators
@@ -91,41 +68,31 @@ def test_with_dynamic_shapes_batches_of_any_size_are_one_graph_and_agree(setting
         f"{k}.bias": torch.randn(16) for k in range(layers)
     }
 
-    def loss_fn(params, buffers, m):
+    def loss(params, m):
         x = m[0]
         for k in range(layers):
             x = torch.tanh(x @ params[str(k)] + params[f"{k}.bias"])
-        return (x - m[1]).square().mean(), buffers
+        return (x - m[1]).square().mean()
 
-    optimizer = ADAMW()
-    state = ps.init_train_state(params, {}, optimizer, RULE)
-    step = functools.partial(
-        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=RULE, **settings
-    )
+    state, step = started(params, loss, ADAMW(), RULE, **settings)
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (4, 7, 5):
         window = [(torch.randn(rows + k, 16), torch.randn(rows + k, 16)) for k in range(2)]
         with torch._dynamo.config.patch(error_on_recompile=rows != 4):
-            found = compiled(state, window)
-        torch.testing.assert_close(
-            tensors(found), tensors(step(state, window)), rtol=1e-5, atol=1e-6
-        )
+            result = compiled(state, window)
+        assert_close(result, step(state, window), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_with_static_shapes_a_step_with_dropout_takes_batches_of_any_size():
-    def loss_fn(params, buffers, m):
-        return F.mse_loss(F.dropout(F.linear(m[0], params["w"]), 1.0), m[1]), buffers
+    def loss(params, m):
+        return F.mse_loss(F.dropout(F.linear(m[0], params["w"]), 1.0), m[1])
 
-    optimizer = ADAMW()
-    state = ps.init_train_state({"w": torch.randn(5, 3)}, {}, optimizer, RULE)
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=RULE)
+    state, step = started({"w": torch.randn(5, 3)}, loss, ADAMW(), RULE)
     compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
     for rows in (4, 7):
         window = [(torch.randn(rows, 3), torch.randn(rows, 5))]
-        torch.testing.assert_close(
-            tensors(compiled(state, window)), tensors(step(state, window)), rtol=1e-5, atol=1e-6
-        )
+        assert_close(compiled(state, window), step(state, window), rtol=1e-5, atol=1e-6)
 
 
 WEIGHT = (48, 40)
@@ -134,20 +101,13 @@ WEIGHT = (48, 40)
 def linear(**settings):
     """(state, step, data) of one layer, whose weight has a size that nothing else here has."""
 
-    def loss_fn(params, buffers, microbatch):
+    def loss(params, microbatch):
         x, y = microbatch
-        return F.mse_loss(F.linear(x, params["w"], params["b"]), y), buffers
+        return F.mse_loss(F.linear(x, params["w"], params["b"]), y)
 
     params = {"w": torch.randn(WEIGHT), "b": torch.zeros(WEIGHT[0])}
-    optimizer, rule = ADAMW(), ps.DynamicScale()
-    step = functools.partial(
-        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
-    )
-    return (
-        ps.init_train_state(params, {}, optimizer, rule),
-        step,
-        [(torch.randn(8, WEIGHT[1]), torch.randn(8, WEIGHT[0]))],
-    )
+    started_with = started(params, loss, ADAMW(), ps.DynamicScale(), **settings)
+    return *started_with, [(torch.randn(8, WEIGHT[1]), torch.randn(8, WEIGHT[0]))]
 
 
 def allocated(code):
@@ -167,9 +127,8 @@ def test_a_donated_compiled_step_writes_in_place_and_allocates_nothing_but_the_g
     with fresh_cache():
         (state, info), codes = run_and_get_code(torch.compile(step, fullgraph=True), state, data)
     assert not info.found_inf
-    assert [
-        tensor.data_ptr() for tensor in tensors((state.params, state.opt_state.slots))
-    ] == before
+    after = tensors((state.params, state.opt_state.slots))
+    assert [tensor.data_ptr() for tensor in after] == before
     assert sum(map(allocated, codes)) <= 1
 
 

@@ -7,20 +7,12 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    HALF,
-    assert_close,
-    batch,
-    clone,
-    cross_entropy_of,
-    same_bits,
-    small_net,
-    trained,
-)
+from helpers import HALF, assert_close, batch, clone, cross_entropy_of, small_net, trained
 from torch import nn
 from torch._dynamo.utils import counters
 
 import purescale as ps
+from purescale.testing import same_bits
 
 VOCABULARY, LENGTH = 17, 32
 AUTOCAST = "compute=autocast(float16),output=float32"
@@ -28,10 +20,7 @@ OPTIMIZERS = {
     "AdamW": ps.from_torch(torch.optim.AdamW, lr=1e-2),
     "SGD": ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9),
     "transformation": ps.from_transformation(
-        (
-            lambda params: (),
-            lambda grads, state, params: ({n: -0.1 * g for n, g in grads.items()}, ()),
-        )
+        (lambda params: (), lambda grads, s, params: ({n: -0.1 * g for n, g in grads.items()}, ()))
     ),
 }
 
@@ -77,13 +66,12 @@ def text(generator, size, length):
 def windows(steps, number):
     """Windows of which each has another length, and each microbatch another size."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        [
-            text(generator, 2 + (3 * step + index) % 7, 8 + (7 * step) % 23)
-            for index in range(number)
-        ]
-        for step in range(steps)
-    ]
+
+    def window(step):
+        sizes = [2 + (3 * step + index) % 7 for index in range(number)]
+        return [text(generator, size, 8 + (7 * step) % 23) for size in sizes]
+
+    return list(map(window, range(steps)))
 
 
 def equal_windows(steps):
@@ -159,17 +147,13 @@ def test_inductors_kernels_agree_with_the_eager_step():
             assert_close(given.params, expected.params, rtol=tolerance, atol=tolerance)
 
 
+WINDOW = {"bn_update": "window", "on_nonfinite": "drop_microbatch"}
+WINDOW["weight_fn"] = lambda microbatch: len(microbatch[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {
-            **{"bn_update": "window", "on_nonfinite": "drop_microbatch"},
-            **{"weight_fn": lambda microbatch: len(microbatch[1])},
-        },
-        {"max_retries": 20},
-    ],
-    ids=lambda settings: next(iter(settings)),
+    "settings", [WINDOW, {"max_retries": 20}], ids=["bn_update", "max_retries"]
 )
 def test_a_compiled_loss_takes_every_setting_of_a_step(settings):
     apply, params, buffers = ps.make_functional(small_net())

@@ -5,9 +5,10 @@ where there is none.
 import contextlib
 import functools
 
+import helpers
 import pytest
 import torch
-from helpers import Checkpointed, assert_close, clone, cross_entropy_of, small_net, tensors
+from helpers import Checkpointed, assert_close, clone, cross_entropy_of, tensors
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -18,14 +19,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICE = "cuda"
 # A gradient that is rounding alone makes no step.
 OPTIMIZERS = {
-    name: ps.from_torch(getattr(torch.optim, name), lr=1e-2, **settings)
-    for name, settings in {
-        "AdamW": {"eps": 1e-2},
-        "SGD": {},
-        "Adagrad": {"eps": 1e-2},
-        "RMSprop": {"eps": 1e-2},
-    }.items()
+    name: ps.from_torch(getattr(torch.optim, name), lr=1e-2, eps=1e-2)
+    for name in ("AdamW", "Adagrad", "RMSprop")
 }
+OPTIMIZERS["SGD"] = ps.from_torch(torch.optim.SGD, lr=1e-2)
 
 
 @pytest.fixture
@@ -45,22 +42,13 @@ def syncs_allowed():
 
 
 def job(policy, optimizer=OPTIMIZERS["AdamW"], **settings):
-    apply, params, buffers = ps.make_functional(small_net())
-    loss_fn = cross_entropy_of(ps.with_policy(apply, policy))
     rule = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
-    params, buffers = ({n: t.cuda() for n, t in tree.items()} for tree in (params, buffers))
-    state = ps.init_train_state(params, buffers, optimizer, rule)
+    state, step = helpers.job(optimizer, rule, policy, **settings)
     data = [
-        (torch.randn(8, 1, 6, 6, device="cuda"), torch.randint(0, 3, (8,), device="cuda"))
+        (torch.randn(8, 1, 6, 6, device=DEVICE), torch.randint(0, 3, (8,), device=DEVICE))
         for _ in range(2)
     ]
-    return (
-        state,
-        functools.partial(
-            ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
-        ),
-        data,
-    )
+    return to(DEVICE, state), step, data
 
 
 @pytest.mark.parametrize(
@@ -98,9 +86,8 @@ def test_launches_do_not_grow_with_the_number_of_tensors(name):
         step(clone(params), clone(params), clone(state))
         arguments = clone((params, params, state))
         torch.cuda.synchronize()
-        with profile(
-            activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True
-        ) as traced:
+        activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+        with profile(activities=activities, acc_events=True) as traced:
             step(*arguments)
             torch.cuda.synchronize()
         launches.append(sum(event.name.startswith("cudaLaunchKernel") for event in traced.events()))
@@ -190,9 +177,8 @@ def test_a_bound_or_a_weight_that_is_a_tensor_does_not_sync(device, syncs_are_er
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_a_schedule_on_a_gpu_steps_as_on_the_cpu_and_does_not_sync(name, dtype, syncs_are_errors):
     """Whatever the dtype of its rates."""
-    optimizer = ps.from_torch(
-        getattr(torch.optim, name), lr=lambda step: torch.exp(-step.to(dtype))
-    )
+    rate = lambda step: torch.exp(-step.to(dtype))  # noqa: E731
+    optimizer = ps.from_torch(getattr(torch.optim, name), lr=rate)
     with syncs_allowed():
         params = {"w": torch.linspace(-3, 3, 33)}
         ways = [to(device, (params, optimizer.init(params))) for device in ("cpu", DEVICE)]
@@ -252,20 +238,19 @@ def test_what_stands_around_an_optimizer_agrees_with_the_cpu(name, donate, syncs
 def test_a_guard_rejects_the_step_that_it_rejects_on_the_cpu(syncs_are_errors):
     guard = ps.SpikeGuard(warmup=3)
 
-    def loss_fn(params, buffers, scale):
-        return (params["w"] * scale).square().mean(), buffers
+    def loss(params, scale):
+        return (params["w"] * scale).square().mean()
 
     rejected = []
     for device in ("cpu", DEVICE):
         with syncs_allowed():
             params = {"w": torch.linspace(1, 2, 33, device=device)}
-            rule = ps.DynamicScale(2.0**10)
-            parts = {"loss_fn": loss_fn, "optimizer": OPTIMIZERS["SGD"], "rule": rule}
-            state = ps.init_train_state(params, {}, parts["optimizer"], rule, guard=guard)
+            settings = {"optimizer": OPTIMIZERS["SGD"], "rule": ps.DynamicScale(2.0**10)}
+            state, step = helpers.started(params, loss, **settings, guard=guard)
             scales = [torch.tensor(s, device=device) for s in (1.0, 1.0, 1.1, 1.0, 1e4, 1.0)]
         verdicts = []
         for scale in scales:
-            state, info = ps.train_step(state, [scale], **parts, guard=guard)
+            state, info = step(state, [scale])
             verdicts.append(info.rejected)
         with syncs_allowed():
             rejected.append([bool(verdict) for verdict in verdicts])

@@ -9,7 +9,7 @@ import gc
 import pytest
 import torch
 from helpers import assert_close, clone, tensors
-from test_cuda import JITTED, OPTIMIZERS, POLICY, job, windows
+from test_cuda import JITTED, NEAR, OPTIMIZERS, POLICY, job, windows
 from test_cuda_jobs import BY_HAND, JOBS, WAITS, assert_agree, numbers
 from test_loop_that_never_waits import page
 
@@ -20,7 +20,6 @@ pytestmark = [
     # cuDNN wants the weights of an RNN in one block, and copies those of a functional call.
     pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous"),
 ]
-NEAR = {"rtol": 1e-2, "atol": 1e-3, "equal_nan": True}  # float16; the overflow has no loss
 
 
 @pytest.fixture(autouse=True)

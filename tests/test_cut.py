@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import assert_close, clone, same_bits, tensors
+from helpers import assert_close, clone, same_bits, started, tensors
 from test_foreach import Launched, WithoutDriver, fake_cuda
 
 import purescale as ps
@@ -245,6 +245,14 @@ def test_on_a_gpu_few_operators_stand_beside_the_graph_whatever_the_number_of_te
     assert 0 < len(few) <= 20
 
 
+def check_jit(function, *arguments, donate=(), rtol=1e-5):
+    """Compare a function with itself under jit, over copies of these."""
+    expected = function(*arguments)
+    assert_close(
+        in_order(function, donate=donate)(*clone(arguments)), expected, rtol=rtol, atol=1e-6
+    )
+
+
 def test_inside_of_a_transform_the_graph_has_operators_with_derivatives():
     name = "AdamW"
     state = problem(name, "none", False)
@@ -254,11 +262,10 @@ def test_inside_of_a_transform_the_graph_has_operators_with_derivatives():
         return step((state, state.params), x * scale)[0][0].params["a"].square().sum()
 
     x, one = torch.ones(11), torch.ones(())
-    derivatives = torch.vmap(torch.func.grad(moved), (None, 0))
     rows = torch.stack([x, torch.randn(11)])
-    assert_close(in_order(derivatives)(one, rows), derivatives(one, rows), rtol=1e-4, atol=1e-6)
+    check_jit(torch.vmap(torch.func.grad(moved), (None, 0)), one, rows, rtol=1e-4)
     jvp = functools.partial(torch.func.jvp, lambda scale: moved(scale, x), (one,), (one,))
-    assert_close(in_order(lambda: jvp())(), jvp(), rtol=1e-4, atol=1e-6)
+    check_jit(lambda: jvp(), rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -282,50 +289,34 @@ def test_scanned_steps_are_the_loop_and_leave_the_state_of_the_caller(name):
 
 
 def test_one_gradient_of_several_parameters_is_unscaled_once_for_each():
-    optimizer, rule = OPTIMIZERS["SGD"], RULES["grows in each step"]
     params = {name: torch.full((33,), 1.0) for name in "abc"}
-    state = ps.init_train_state(params, {}, optimizer, rule)
-
-    def step(state, x):
-        def total(params, buffers, x):
-            return (sum(params.values()) * x).sum(), buffers
-
-        return ps.train_step(state, [x], loss_fn=total, optimizer=optimizer, rule=rule)
-
+    rule = RULES["grows in each step"]
+    state, step = started(params, lambda p, x: (sum(p.values()) * x).sum(), OPTIMIZERS["SGD"], rule)
     x = torch.arange(33.0)
-    expected = step(state, x)[0].params
-    stepped = in_order(step, donate=0)(clone(state), x)[0].params
-    assert_close(stepped, expected, rtol=1e-6, atol=1e-6)
-
-
-def check_twice(function, params, donate):
-    """Compare a function of parameters and a factor with itself under jit, in two calls."""
-    expected, result, jitted = params, clone(params), in_order(function, donate=donate)
-    for factor in (0.5, 2.0):
-        expected = function(expected, torch.tensor(factor))
-        result = jitted(result, torch.tensor(factor))
-        assert_close(result, expected, rtol=1e-5, atol=1e-6)
+    check_jit(lambda state, x: step(state, [x])[0].params, state, x, donate=0, rtol=1e-6)
 
 
 def twenty():
     return {str(index): torch.randn(5) for index in range(20)}
 
 
-def grads_of(params, factor):
-    return {name: (leaf * factor).sin() for name, leaf in params.items()}
+def stepped(params, state, factor):
+    """A step of AdamW by gradients that are made inside."""
+    grads = {name: (leaf * factor).sin() for name, leaf in params.items()}
+    return OPTIMIZERS["AdamW"].step(params, grads, state)
 
 
 @pytest.mark.parametrize("donate", [(), 0])
 def test_two_steps_in_one_function_are_one_after_the_other(donate):
-    optimizer = OPTIMIZERS["AdamW"]
-
     def function(state, factor):
-        for _ in range(2):
-            state = optimizer.step(state[0], grads_of(state[0], factor), state[1])
-        return state
+        return stepped(*stepped(*state, factor), factor)
 
     params = twenty()
-    check_twice(function, (params, optimizer.init(params)), donate)
+    expected = params, OPTIMIZERS["AdamW"].init(params)
+    result, jitted = clone(expected), in_order(function, donate=donate)
+    for factor in (torch.tensor(0.5), torch.tensor(2.0)):
+        expected, result = function(expected, factor), jitted(result, factor)
+        assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("donate", [(), 0])
@@ -335,26 +326,17 @@ def test_one_tensor_under_several_names_is_stepped_once_for_each(donate):
     def function(leaves, factor):
         params = {name + str(copy): leaf for name, leaf in leaves.items() for copy in range(2)}
         grads = {name: factor * int(name[-1]) + leaf for name, leaf in params.items()}
-        new = optimizer.step(params, grads, optimizer.init(params))[0]
-        return {name: new[name + "0"] for name in leaves} | {
-            name + " of the second": new[name + "1"] for name in leaves
-        }
+        return optimizer.step(params, grads, optimizer.init(params))[0]
 
-    leaves = twenty()
-    expected = function(leaves, torch.tensor(0.5))
-    result = in_order(function, donate=donate)(clone(leaves), torch.tensor(0.5))
-    assert_close(result, expected, rtol=1e-5, atol=1e-6)
+    check_jit(function, twenty(), torch.tensor(0.5), donate=donate)
 
 
 def test_parameters_that_are_made_inside_are_returned_as_they_were_beside_the_new_ones():
-    optimizer = OPTIMIZERS["AdamW"]
-
     def function(x):
         params = {str(index): x * index for index in range(20)}
-        return params, optimizer.step(params, grads_of(params, x), optimizer.init(params))
+        return params, stepped(params, OPTIMIZERS["AdamW"].init(params), x)
 
-    x = torch.randn(5)
-    assert_close(in_order(function)(x), function(x), rtol=1e-5, atol=1e-6)
+    check_jit(function, torch.randn(5))
 
 
 @pytest.mark.parametrize("turned", ["parameters", "slots"])

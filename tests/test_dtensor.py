@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from helpers import AsOnAnAccelerator, at, by_parts, in_processes, same_bits
+from helpers import AsOnAnAccelerator, at, by_parts, in_processes, on_all_ranks, same_bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -110,11 +110,8 @@ def _steps(rank, mesh, placements):
             for seed, clip in ((1, {}), (2, {"clip_value": 0.3})):
                 clip = {"max_norm": max_norm, **clip}
                 grads = values(seed, size=4.0)
-                out = ps.unscale_and_step(
-                    *(optimizer, at(4.0), params, spread(grads, mesh, placements), state),
-                    donate=donate,
-                    **clip,
-                )
+                arguments = optimizer, at(4.0), params, spread(grads, mesh, placements), state
+                out = ps.unscale_and_step(*arguments, donate=donate, **clip)
                 one = ps.unscale_and_step(optimizer, at(4.0), alone, grads, state_alone, **clip)
                 params, state = out.params, out.opt_state
                 alone, state_alone = one.params, one.opt_state
@@ -153,10 +150,8 @@ def _one_inf(rank, mesh, placements):
             for max_norm in (None, 1.0):
                 out = ps.unscale_and_step(optimizer, rule.init(), params, grads, state, max_norm)
                 assert out.found_inf == held
-                assert (
-                    same_bits(here((out.params, out.opt_state)), here((params, state)))
-                    is held.item()
-                )
+                stays = same_bits(here((out.params, out.opt_state)), here((params, state)))
+                assert stays is held.item()
                 scale = rule.update(rule.init(), out.found_inf).scale
                 assert scale == (2.0 if held else 4.0)
                 assert max_norm is None or torch.isfinite(out.grad_norm) == ~held
@@ -217,15 +212,10 @@ def test_all_facts_of_a_step_cost_one_reduction_a_mesh(ranks):
 def _norms(rank, mesh, placements):
     for norm_type in (1.0, 2.0, 3.0, math.inf):
         for size, dtype in (
-            (1.0, None),
-            (1e30, None),
-            (1e-30, None),
-            (1e200, torch.float64),
-            (1.0, torch.bfloat16),
+            *((size, torch.float32) for size in (1.0, 1e30, 1e-30)),
+            *((1e200, torch.float64), (1.0, torch.bfloat16)),
         ):
-            grads = {
-                name: (leaf.to(dtype or leaf.dtype) * size) for name, leaf in values(1).items()
-            }
+            grads = {name: leaf.to(dtype) * size for name, leaf in values(1).items()}
             ours, norm = ps.clip_by_global_norm(spread(grads, mesh, placements), 1.0, norm_type)
             theirs, expected = ps.clip_by_global_norm(grads, 1.0, norm_type)
             torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
@@ -233,15 +223,12 @@ def _norms(rank, mesh, placements):
             everything = torch.cat([leaf.double().reshape(-1) for leaf in grads.values()])
             exact = torch.linalg.vector_norm(everything / size, norm_type) * size
             torch.testing.assert_close(norm.double(), exact, rtol=1e-6, atol=0)
-            if dtype is None:
+            if dtype is torch.float32:
                 assert not ps.unscale_and_check(at(1.0), spread(grads, mesh, placements))[1]
             at_step = ps.from_torch(torch.optim.SGD, lr=1.0)
             params = spread({k: torch.zeros_like(v) for k, v in grads.items()}, mesh, placements)
-            out = ps.unscale_and_step(
-                *(at_step, at(2.0), params, spread(grads, mesh, placements), at_step.init(params)),
-                max_norm=1.0,
-                norm_type=norm_type,
-            )
+            arguments = at(2.0), params, spread(grads, mesh, placements), at_step.init(params)
+            out = ps.unscale_and_step(at_step, *arguments, max_norm=1.0, norm_type=norm_type)
             assert not out.found_inf
             torch.testing.assert_close(out.grad_norm, expected / 2, rtol=1e-6, atol=0)
     # in half precision, whose sum of squares overflows everywhere; and nothing at all
@@ -274,9 +261,8 @@ def _elementwise(rank, mesh, placements):
     accum, one = ps.init_accum(spread(grads, mesh, placements)), ps.init_accum(grads)
     other = one
     for seed, weight in ((4, 1.0), (5, 3.0)):
-        accum = ps.accumulate_grads(
-            accum, spread(values(seed), mesh, placements), weight, donate=True
-        )
+        grads = spread(values(seed), mesh, placements)
+        accum = ps.accumulate_grads(accum, grads, weight, donate=True)
         one = ps.accumulate_grads(one, values(seed), weight)
     both = ps.merge_accum(accum, accum)
     close(ps.accumulated_grads(accum)[0], ps.accumulated_grads(one)[0])
@@ -374,9 +360,8 @@ def _refused(rank):
         for donate in (False, True, True):
             grads = {"w": params["w"] * 0.5}
             params = {"w": params["w"].clone()}
-            params, opt_state = ps.maybe_step(
-                *(optimizer, params, grads, opt_state, flag), donate=donate
-            )
+            arguments = optimizer, params, grads, opt_state, flag
+            params, opt_state = ps.maybe_step(*arguments, donate=donate)
         of_plain = of_plain or params
         expected = expected or opt_state.slots
         close(params, of_plain)
@@ -460,20 +445,13 @@ def test_a_step_over_dtensors_is_one_graph():
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def _everywhere(value):
-    """What each rank holds of a number."""
-    held = [None] * dist.get_world_size()
-    dist.all_gather_object(held, float(value))
-    return held
-
-
 def _torch_steps(scaler, optimizer, params, grads):
     scaler.scale(torch.ones(1))  # torch makes its scale here
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
     scaler.step(optimizer)
     scaler.update()
-    return _everywhere(scaler.get_scale())
+    return on_all_ranks(scaler.get_scale())
 
 
 def _sharded_grad_scaler(rank):
@@ -485,7 +463,7 @@ def _sharded_grad_scaler(rank):
     scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
     optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
     assert _torch_steps(scaler, optimizer, [param], [grad.clone()]) == [8.0, 4.0]
-    theirs = _everywhere(param.detach()[0])
+    theirs = on_all_ranks(param[0].item())
     assert theirs[0] != theirs[1] == 0.0
 
     ours, rule = ps.from_torch(torch.optim.AdamW, lr=0.1), ps.DynamicScale(init_scale=8.0)
@@ -495,8 +473,8 @@ def _sharded_grad_scaler(rank):
     for params, grads, group in ((plain, {"w": grad}, dist.group.WORLD), (shards, sharded, None)):
         state = ours.init(params)
         out = ps.unscale_and_step(ours, rule.init(), params, grads, state, group=group)
-        assert _everywhere(rule.update(rule.init(), out.found_inf).scale) == [4.0, 4.0]
-        assert _everywhere(here(out.params["w"])[0]) == [0.0, 0.0]
+        assert on_all_ranks(rule.update(rule.init(), out.found_inf).scale.item()) == [4.0, 4.0]
+        assert on_all_ranks(here(out.params["w"])[0].item()) == [0.0, 0.0]
 
 
 def _first_placement(rank):
@@ -514,25 +492,20 @@ def _first_placement(rank):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD(params, lr=1.0)
     assert _torch_steps(scaler, optimizer, params, [g.clone() for g in grads]) == [8.0, 4.0]
-    theirs = _everywhere(here(params[0].detach())[0])
+    theirs = on_all_ranks(here(params[0].detach())[0].item())
     assert theirs == [-0.125, 0.0]  # a replicated parameter
 
     ours, rule = ps.from_torch(torch.optim.SGD, lr=1.0), ps.DynamicScale(init_scale=8.0)
     for order in (slice(None), slice(None, None, -1)):
         arguments = weights[order], grads[order], ours.init(weights[order])
         out = ps.unscale_and_step(ours, rule.init(), *arguments)
-        assert _everywhere(rule.update(rule.init(), out.found_inf).scale) == [4.0, 4.0]
+        assert on_all_ranks(rule.update(rule.init(), out.found_inf).scale.item()) == [4.0, 4.0]
         assert same_bits(here(out.params), here(weights[order]))
-
-
-def _beside_torchs_scalers(rank):
-    _sharded_grad_scaler(rank)
-    _first_placement(rank)
 
 
 @pytest.mark.skipif(TORCH > (2, 15), reason="torch may have mended them")
 def test_ranks_agree_where_those_of_torchs_scalers_do_not():
-    in_processes(_beside_torchs_scalers)
+    in_processes((_sharded_grad_scaler, _first_placement))
 
 
 # ---- a whole step --------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, small_net
+from helpers import assert_close, small_net, started
 from torch import nn
 
 import purescale as ps
@@ -195,10 +195,9 @@ def sines(tasks):
     return x, torch.sin(x + torch.rand(tasks, 1, 1, 1))
 
 
-def maml(net):
-    """Return optimizer, rule and `step(state, tasks)`: three steps of SGD within the loss."""
-    inner, rule = ps.from_torch(torch.optim.SGD, lr=0.05), ps.DynamicScale(2.0**10)
-    optimizer = ps.from_torch(torch.optim.Adam, lr=1e-2)
+def maml(net, params):
+    """Return a state and `step(state, tasks)`: three steps of SGD within the loss."""
+    inner = ps.from_torch(torch.optim.SGD, lr=0.05)
 
     def task_loss(params, buffers, batch):
         return F.mse_loss(net(params, {}, batch[0])[0], batch[1]), buffers
@@ -213,10 +212,9 @@ def maml(net):
 
         return torch.vmap(loss_of_one)(*tasks).mean(), buffers
 
-    def step(state, tasks):
-        return ps.train_step(state, [tasks], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
-
-    return optimizer, rule, ps.jit(step, donate=0, backend="aot_eager")
+    adam, rule = ps.from_torch(torch.optim.Adam, lr=1e-2), ps.DynamicScale(2.0**10)
+    state, step = started(params, None, adam, rule, loss_fn=loss_fn)
+    return state, ps.jit(lambda state, x: step(state, [x]), donate=0, backend="aot_eager")
 
 
 def maml_by_hand(model, batches):
@@ -241,9 +239,7 @@ def maml_by_hand(model, batches):
 def test_maml():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
-    net, params, buffers = ps.make_functional(model)
-    optimizer, rule, step = maml(net)
-    state, losses = ps.init_train_state(params, buffers, optimizer, rule), []
+    (state, step), losses = maml(*ps.make_functional(model)[:2]), []
     batches = [sines(tasks=4) for _ in range(5)]
     for batch in batches:
         state, info = step(state, batch)
@@ -263,20 +259,17 @@ def mlp(w1, w2, x, noise):
 
 def sweep():
     """Return states, one for each rate, and `step(state, batch) -> (state, info)`."""
-    optimizer = ps.from_torch(torch.optim.AdamW, lr=1.0, in_state=("lr",))
+    adamw = ps.from_torch(torch.optim.AdamW, lr=1.0, in_state=("lr",))
     rule = ps.DynamicScale(2.0**10, growth_interval=2)
 
-    def loss_fn(params, buffers, batch):
+    def loss(params, batch):
         x, y, noise = batch
-        return F.mse_loss(mlp(*params, x, noise), y), buffers
+        return F.mse_loss(mlp(*params, x, noise), y)
 
-    def step(state, batch):
-        return ps.train_step(
-            state, [batch], loss_fn=loss_fn, optimizer=optimizer, rule=rule, max_norm=1.0
-        )
-
-    one = ps.init_train_state([torch.randn(4, 8), torch.randn(8, 1)], {}, optimizer, rule)
-    return ps.replace_settings(ps.stack_states([one] * len(RATES)), lr=torch.tensor(RATES)), step
+    params = [torch.randn(4, 8), torch.randn(8, 1)]
+    one, step = started(params, loss, adamw, rule, max_norm=1.0)
+    states = ps.replace_settings(ps.stack_states([one] * len(RATES)), lr=torch.tensor(RATES))
+    return states, lambda state, batch: step(state, [batch])
 
 
 def training_by_hand(params, rate, batches):

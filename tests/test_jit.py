@@ -14,13 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
-    Untouched,
     assert_close,
     batch,
     clone,
     examples,
     job,
-    same_bits,
     scaled_by,
     stack,
     started,
@@ -34,7 +32,7 @@ from torch import nn
 import purescale as ps
 from purescale._jit import jit as jit_module
 from purescale._torch import private
-from purescale.testing import grad_trees
+from purescale.testing import Untouched, grad_trees, same_bits
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
 RULE = ps.DynamicScale(2.0**10, growth_interval=2)
@@ -326,17 +324,6 @@ def test_what_a_function_closes_over_is_baked_in_but_the_values_of_tensors():
 
 
 # ---- donation ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_compiled_donated_step_stays_in_the_memory_of_the_state():
-    state, step = job(ADAMW, RULE, WIDE)
-    expected, _ = trained(state, step, windows())
-    own = clone(state)
-    addresses = [tensor.data_ptr() for tensor in tensors(own)]
-    own, _ = trained(own, ps.jit(step, donate=(0,)), windows())
-    assert_close(own, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
-    assert [tensor.data_ptr() for tensor in tensors(own)] == addresses
 
 
 def test_under_a_map_nothing_is_donated():

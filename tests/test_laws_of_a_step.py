@@ -15,15 +15,13 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from helpers import (
     CLASSES,
-    Untouched,
     assert_close,
     by_parts,
     clone,
     examples,
+    function_of,
     generator_of,
     in_processes,
-    same_bits,
-    shares_memory,
     started,
     tensors,
 )
@@ -34,6 +32,7 @@ from purescale._grads.clip import clip_factor
 from purescale._torch import foreach
 from purescale._torch.tracing import as_on_an_accelerator
 from purescale._torch_optim import param_group_optimizer
+from purescale.testing import Untouched, same_bits, shares_memory
 
 INF, NAN = math.inf, math.nan
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
@@ -357,12 +356,11 @@ def test_the_derivative_by_a_rate_is_that_of_differences_at_0_too(name, rate, na
     params, grads_at = a_table(torch.float64)
 
     def total(lr, grad):
-        made = ps.from_torch(
-            getattr(torch.optim, name), lr=lr, **settings, differentiable=named or None
-        )
-        moved, state = params, made.init(params)
+        extra = {**settings, "differentiable": named or None}
+        optimizer = ps.from_torch(getattr(torch.optim, name), lr=lr, **extra)
+        moved, state = params, optimizer.init(params)
         for index in range(3):
-            moved, state = made.step(moved, {"0": grad, "1": grads_at(index)["1"]}, state)
+            moved, state = optimizer.step(moved, {"0": grad, "1": grads_at(index)["1"]}, state)
         return sum((leaf * leaf).sum() for leaf in moved.values())
 
     lr, grad = torch.tensor(rate, dtype=torch.float64), grads_at(0)["0"]
@@ -408,6 +406,9 @@ def uphill_loss(params, buffers, x):
     return plain_loss(params, buffers, x + 0.5 * slope.sign())
 
 
+ATTACKS = (plain_loss, attacked_loss), (uphill_loss, penalised_loss)
+
+
 def begun(size, name="SGD", rule=None, **extra):
     params = {"w": torch.linspace(-1, 1, size), "b": torch.ones(3)}
     return started(params, None, made(name, **extra), rule or ps.NoScale(), loss_fn=plain_loss)
@@ -418,8 +419,7 @@ def begun(size, name="SGD", rule=None, **extra):
 def test_a_backward_inside_of_the_loss_is_no_part_of_the_step(size, number):
     state, step = begun(size)
     data = [torch.full((size,), 1.0 + index) for index in range(number)]
-    pairs = ((plain_loss, attacked_loss), (uphill_loss, penalised_loss))
-    for without, within in pairs:
+    for without, within in ATTACKS:
         assert same_bits(
             step(state, data, loss_fn=within, max_norm=INF),
             step(state, data, loss_fn=without, max_norm=INF),
@@ -445,7 +445,7 @@ def _over_ranks(rank):
         state, step = begun(size)
         for number in (1, 2):
             data = [torch.full((size,), 1.0 + rank + index) for index in range(number)]
-            for without, within in ((plain_loss, attacked_loss), (uphill_loss, penalised_loss)):
+            for without, within in ATTACKS:
                 assert same_bits(
                     step(state, data, loss_fn=within, group=world),
                     step(state, data, loss_fn=without, group=world),
@@ -637,33 +637,17 @@ def test_each_member_of_a_batch_has_a_bound_and_a_flag_of_its_own():
 # ---- memory that somebody else can see -----------------------------------------------------------
 
 
-class Returns(torch.autograd.Function):
-    """Its gradient is what `returned(buffer of 16s)` makes of a buffer that is kept."""
-
-    @staticmethod
-    def forward(ctx, weight, kept, returned):
-        ctx.kept, ctx.returned = kept, returned
-        return weight.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        buffer = torch.full(ctx.kept.shape, 16.0)
-        ctx.kept.seen.append(buffer)
-        return ctx.returned(buffer), None, None
-
-
-class Kept(list):
-    """What somebody keeps of a gradient."""
-
-    def __init__(self, seen, shape):
-        super().__init__()
-        self.seen, self.shape = seen, shape
-
-
 def returning(returned):
+    """A loss whose gradient is what `returned(buffer of 16s)` makes of a buffer that is kept."""
+
     def loss_fn(kept, params, buffers, x):
         weight = params["w"]
-        return Returns.apply(weight, Kept(kept, weight.shape), returned), buffers
+
+        def backward(ctx, grad):
+            kept.append(torch.full(weight.shape, 16.0))
+            return returned(kept[-1])
+
+        return function_of(lambda ctx, weight: weight.sum(), backward)(weight), buffers
 
     return loss_fn
 
@@ -877,9 +861,7 @@ def test_a_flag_of_a_subclass_skips_the_step(name):
     for arguments in ((grads, state, flag), (grads, state, flag, True)):
         stepped = ps.maybe_step(optimizer, *clone((params, *arguments[:2])), *arguments[2:])
         assert same_bits(plain(stepped), (params, state))
-    overflowed = {
-        key: torch.full_like(g, torch.inf).as_subclass(Tagged) for key, g in grads.items()
-    }
+    overflowed = {key: (g * torch.inf).as_subclass(Tagged) for key, g in grads.items()}
     scaler = ps.StaticScale(4.0).init()
     out = ps.unscale_and_step(optimizer, scaler, params, overflowed, state)
     assert out.found_inf

@@ -13,17 +13,16 @@ import torch
 import torch.nn.functional as F
 from helpers import (
     AsOnAnAccelerator,
-    Untouched,
+    OwnBackward,
     assert_close,
     assert_donation_keeps_bits,
     at,
     batch,
     clone,
     examples,
+    function_of,
     job,
-    same_bits,
     scaled_by,
-    shares_memory,
     stack,
     started,
     tensors,
@@ -33,9 +32,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import purescale as ps
-from purescale._step import backward, window_mean
+from purescale._step import window_mean
+from purescale._step.backward import stream_gradients
 from purescale._torch.tracing import as_on_an_accelerator
-from purescale.testing import assert_vmap_equals_loop
+from purescale.testing import Untouched, assert_vmap_equals_loop, same_bits, shares_memory
 
 INF = math.inf
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
@@ -96,10 +96,8 @@ def test_a_window_equals_the_small_functions(policy, sizes, overflow, clip):
     if "clip_value" in clip:
         grads = ps.clip_by_value(grads, 0.005)
     params, opt_state = ps.maybe_step(optimizer, state.params, grads, state.opt_state, found_inf)
-    buffers, scaler = (
-        ps.select(found_inf, state.buffers, buffers),
-        RULE.update(scaler, accum.found_inf),
-    )
+    buffers = ps.select(found_inf, state.buffers, buffers)
+    scaler = RULE.update(scaler, accum.found_inf)
 
     with Untouched((state, microbatches)):
         new, info = step(state, microbatches)
@@ -193,6 +191,7 @@ bad = st.sampled_from([2.0**100, INF, -INF, math.nan])  # the first under a scal
 @example("numbers", "drop_window", 30, [((1.0, INF, 0.0), 0)])  # which the scale does not follow
 @example("numbers", "drop_window", 30, [((1.0, 2.0, 0.0), 2.0**64), ((3.0, INF, 0.0), 1)])
 @example("tensors", "drop_window", 0, [((1.0, 2.0, 0.0), 2.0**64), ((3.0, 1.0, 0.0), 1)])
+@example("tensors", "drop_window", 0, [((1.0, 2.0, 0.0), math.nan), ((3.0, 1.0, 0.0), 1)])
 def test_a_window_steps_by_the_mean_of_the_microbatches_that_count(how, policy, exponent, parts):
     """Also near the maximum of float32, where their sum would overflow."""
     rule = ps.DynamicScale(init_scale=2.0**exponent, max_scale=2.0**30)
@@ -328,7 +327,7 @@ def test_a_rule_that_changes_dtypes_is_refused():
         step(state, numbers(1, 1), donate=True)
 
 
-# ---- retry
+# ---- retries
 
 
 def overflowing(scale):
@@ -352,9 +351,6 @@ def test_windows_under_vmap_equal_a_loop(on_nonfinite):
         windows[index][0] = (torch.full((3,), value), windows[index][0][1])
     states = [scaled_by(state, 2.0**i) for i in range(5)]
     assert_vmap_equals_loop(step, stack(states), stack(windows), rtol=1e-6, atol=1e-6)
-
-
-# ---- what a review found
 
 
 def test_retries_that_only_underflow_the_others_are_not_used():
@@ -387,23 +383,17 @@ def test_an_invalid_weight_beside_an_overflow_is_not_tried_again_and_the_scale_b
 
 
 def test_a_retry_waits_for_a_tolerance_that_was_restored_and_for_rules_of_ones_own():
+    wide = {"init_scale": 2.0**10, "max_scale": 2.0**120}
+    patient = ps.DynamicScale(**wide, hysteresis=3, refill="clean")
+
     class Patient:
         """Backs off at every third overflow, and says nothing of it."""
 
-        def __init__(self):
-            self.inner = ps.DynamicScale(
-                init_scale=2.0**10, max_scale=2.0**120, hysteresis=3, refill="clean"
-            )
-
-        def init(self, device=None):
-            return self.inner.init(device)
-
-        def update(self, scaler, found_inf):
-            return self.inner.update(scaler, found_inf)
+        init, update = staticmethod(patient.init), staticmethod(patient.update)
 
     state, step, microbatches = overflowing(102)
     state = state._replace(scaler=at(2.0**102, hysteresis_tracker=7))
-    for rule in (ps.DynamicScale(init_scale=2.0**10, max_scale=2.0**120), Patient()):
+    for rule in (ps.DynamicScale(**wide), Patient()):
         _, info = step(state, microbatches, max_retries=5, rule=rule)
         assert info.retries == 2
         assert not info.found_inf
@@ -469,9 +459,6 @@ def test_a_skipped_step_has_no_finite_norm_and_one_that_was_taken_has_the_true_o
     expected = torch.linalg.vector_norm(mean / 1e38, p).item() * 1e38
     if expected < torch.finfo(dtype).max:
         assert info.grad_norm.item() == pytest.approx(expected, rel=1e-5)
-
-
-# ---- edges that a careless change would break
 
 
 def test_half_weights_do_not_overflow_together():
@@ -605,13 +592,8 @@ def test_a_window_of_a_size_is_torchs_loop_that_drops_what_overflows(bad, missin
     ]
     weight = torch.ones(size, dtype=torch.float64)
     state, step = started({"w": weight}, lambda params, x: ((params["w"] * x) ** 2).mean())
-    state, info = step(
-        state,
-        window,
-        on_nonfinite="drop_microbatch",
-        max_retries=int(retries),
-        window_size=window_size,
-    )
+    settings = {"on_nonfinite": "drop_microbatch", "max_retries": int(retries)}
+    state, info = step(state, window, window_size=window_size, **settings)
     total, summed = torch.zeros_like(weight), torch.zeros_like(weight[0])
     for x in window:
         leaf = weight.clone().requires_grad_()
@@ -643,35 +625,19 @@ def test_each_microbatch_is_weighed_once_however_often_its_window_runs(retries):
 # ---- gradients that are added as the backward makes them -----------------------------------------
 
 
-class OwnBackward(torch.autograd.Function):
-    """`x * w`, whose backward runs a graph of its own over `w`, as reversible layers do."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x.detach(), w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, seed):
-        x, w = ctx.saved_tensors
-        with torch.enable_grad():
-            (x * w).backward(seed)
-        return seed * w, None
+def written(ctx, seed):
+    grad = seed * ctx.x
+    ctx.w.grad = grad if ctx.w.grad is None else ctx.w.grad + grad
+    return seed * ctx.w, None
 
 
-class WritesGrad(torch.autograd.Function):
-    """`x * w`, whose backward writes `w.grad` itself."""
+def of_detached(ctx, x, w):
+    ctx.x, ctx.w = x.detach(), w
+    return x * w
 
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.x, ctx.w = x.detach(), w
-        return x * w
 
-    @staticmethod
-    def backward(ctx, seed):
-        grad = seed * ctx.x
-        ctx.w.grad = grad if ctx.w.grad is None else ctx.w.grad + grad
-        return seed * ctx.w, None
+# `x * w`, whose backward writes `w.grad` itself
+writes_grad = function_of(of_detached, written)
 
 
 def doubled_by_a_hook(p, x):
@@ -689,9 +655,9 @@ LOSSES = {
     "a part that runs again": lambda p, x: torch.utils.checkpoint.checkpoint(
         lambda w: (w * x).tanh().sum(), p["w"], use_reentrant=False
     ),
-    "a written gradient": lambda p, x: WritesGrad.apply(p["v"].mean() * x, p["w"]).sum(),
+    "a written gradient": lambda p, x: writes_grad(p["v"].mean() * x, p["w"]).sum(),
     "a gradient, then a written one": lambda p, x: (
-        WritesGrad.apply(p["v"].mean() * x, p["w"]).sum() + (p["w"] * x).sum()
+        writes_grad(p["v"].mean() * x, p["w"]).sum() + (p["w"] * x).sum()
     ),
     "a backward of its own": lambda p, x: (
         OwnBackward.apply(p["v"].mean() * x, p["w"]).sum() + (p["w"] * x).sum()
@@ -711,50 +677,36 @@ def test_gradients_that_are_added_as_they_are_made_give_the_step_of_whole_lists(
     weights = data.draw(st.sampled_from([None, lambda x: float(abs(x)) if abs(x) < 1 else 0.5]))
     settings = {"max_norm": data.draw(st.sampled_from([None, 0.5])), "weight_fn": weights}
     params = {"w": torch.linspace(-1, 1, 33).to(dtype), "v": torch.ones(5, 2, dtype=dtype)}
-    rule = ps.DynamicScale(init_scale=8.0)
-    state = ps.init_train_state(params, {"seen": torch.tensor(0.0)}, SGD, rule)
 
     def loss_fn(p, buffers, x):
         return LOSSES[kind](p, x), {"seen": buffers["seen"] + 1}
 
+    settings |= {"rule": ps.DynamicScale(init_scale=8.0), "buffers": {"seen": torch.tensor(0.0)}}
+    state, step = started(params, loss_fn=loss_fn, **settings)
     stepped = []
     for large in (-1, 2**40):
         with pytest.MonkeyPatch.context() as patch, Untouched((state, xs)):
             patch.setattr(window_mean, "_LARGE", large)
-            stepped.append(
-                ps.train_step(state, xs, loss_fn=loss_fn, optimizer=SGD, rule=rule, **settings)
-            )
+            stepped.append(step(state, xs))
     near = {"rtol": 2e-3 if dtype is torch.float16 else 1e-5, "atol": 1e-6, "equal_nan": True}
     assert_close(*stepped, **near)
 
 
 def test_a_window_of_large_gradients_holds_their_mean_and_one_of_them():
     """As torch's loop does, where `.grad` is the sum; and as many again for lists."""
-    params = {f"w{i}": torch.ones(2**17) for i in range(8)}
-    state = ps.init_train_state(params, {}, SGD, RULE)
-    settings = {"optimizer": SGD, "rule": RULE, "donate": True}
-    alive = []
+    alive, grads = [], []
 
-    class Seen(torch.autograd.Function):
+    def count(ctx, seed):
         """Counts the gradients that stand when that of a parameter is made."""
+        alive.append(len([g for g in grads if g() is not None]))
+        grad = seed.expand(2**17).clone()
+        grads.append(weakref.ref(grad.untyped_storage()))
+        return grad
 
-        @staticmethod
-        def forward(ctx, w):
-            return w.sum()
-
-        @staticmethod
-        def backward(ctx, seed):
-            alive.append(len([g for g in grads if g() is not None]))
-            grad = seed.expand(2**17).clone()
-            grads.append(weakref.ref(grad.untyped_storage()))
-            return grad
-
-    grads = []
-
-    def loss_fn(p, buffers, x):
-        return sum(Seen.apply(w) for w in p.values()) * x, buffers
-
-    ps.train_step(state, numbers(1, 1, 1), loss_fn=loss_fn, **settings)
+    seen = function_of(lambda ctx, w: w.sum(), count)
+    params = {f"w{i}": torch.ones(2**17) for i in range(8)}
+    state, step = started(params, lambda p, x: sum(map(seen, p.values())) * x, donate=True)
+    step(state, numbers(1, 1, 1))
     assert max(alive) <= 10, alive
 
 
@@ -762,37 +714,35 @@ def test_a_window_of_large_gradients_keeps_no_parameter_of_a_microbatch_alive(mo
     monkeypatch.setattr(window_mean, "_LARGE", -1)
     leaves = []
 
-    def loss_fn(p, buffers, x):
+    def loss(p, x):
         leaves.append(weakref.ref(p["w"]))
-        return (p["w"] * x).sum(), buffers
+        return (p["w"] * x).sum()
 
-    state = ps.init_train_state({"w": torch.ones(5)}, {}, SGD, RULE)
+    state, step = started({"w": torch.ones(5)}, loss)
     gc.collect()
     gc.disable()
     try:
-        ps.train_step(state, numbers(1, 2), loss_fn=loss_fn, optimizer=SGD, rule=RULE)
+        step(state, numbers(1, 2))
         assert [leaf() for leaf in leaves] == [None, None]
     finally:
         gc.enable()
 
 
 def test_a_gradient_that_a_backward_writes_is_sent_once_or_refused():
-    class WritesElsewhere(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, holder):
-            ctx.leaf = holder[0]
-            return x.sum()
+    def forward(ctx, x, holder):
+        ctx.leaf = holder[0]
+        return x.sum()
 
-        @staticmethod
-        def backward(ctx, seed):
-            ctx.leaf.grad = seed * torch.ones(3)
-            return seed.expand(3), None
+    def backward(ctx, seed):
+        ctx.leaf.grad = seed * torch.ones(3)
+        return seed.expand(3), None
 
     leaves = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    sent = {}
 
-    def send(loss, refuse_repeats=True):
-        backward.stream_gradients(
+    def send(twice=False, refuse_repeats=True):
+        sent, loss = {}, function_of(forward, backward)(leaves[1], leaves[:1])
+        loss = loss + (2 * leaves[0]).sum() if twice else loss
+        stream_gradients(
             loss,
             leaves,
             lambda n, g: sent.setdefault(n, []).append(g),
@@ -800,107 +750,86 @@ def test_a_gradient_that_a_backward_writes_is_sent_once_or_refused():
         )
         return {n: sum(grad.pop() for grad in grads).tolist() for n, grads in sent.items()}
 
-    assert send(WritesElsewhere.apply(leaves[1], leaves[:1])) == {0: [1.0] * 3, 1: [1.0] * 3}
-    sent.clear()
-    late = WritesElsewhere.apply(leaves[1], leaves[:1])
-    assert send(late + (2 * leaves[0]).sum(), refuse_repeats=False) == {0: [3.0] * 3, 1: [1.0] * 3}
-    late = WritesElsewhere.apply(leaves[1], leaves[:1])
+    assert send() == {0: [1.0] * 3, 1: [1.0] * 3}
+    assert send(twice=True, refuse_repeats=False) == {0: [3.0] * 3, 1: [1.0] * 3}
     with pytest.raises(RuntimeError, match="in two pieces"):
-        send(late + (2 * leaves[0]).sum())
+        send(twice=True)
 
 
-LARGE = pytest.mark.parametrize("large", [-1, 2**40], ids=["as they are made", "lists"])
+@pytest.fixture(params=[-1, 2**40], ids=["as they are made", "lists"])
+def _large(request, monkeypatch):
+    monkeypatch.setattr(window_mean, "_LARGE", request.param)
 
 
-@LARGE
-def test_a_later_backward_through_a_parameter_that_a_loss_has_kept_is_not_of_the_window(
-    large, monkeypatch
-):
-    monkeypatch.setattr(window_mean, "_LARGE", large)
+@pytest.mark.usefixtures("_large")
+def test_a_later_backward_through_a_parameter_that_a_loss_has_kept_is_not_of_the_window():
     kept, last = [], []
 
-    def loss_fn(p, buffers, x):
+    def loss(p, x):
         kept.append(p["w"])
         if last:
             last.pop().backward()
         last.append((p["w"] * 1000).sum())
-        return (p["w"] * x).pow(2).sum(), buffers
+        return (p["w"] * x).pow(2).sum()
 
-    state = ps.init_train_state({"w": torch.ones(5)}, {}, SGD, RULE)
-    new, _ = ps.train_step(state, numbers(1, 1), loss_fn=loss_fn, optimizer=SGD, rule=RULE)
-    assert new.params["w"].tolist() == [-1.0] * 5
+    state, step = started({"w": torch.ones(5)}, loss)
+    assert step(state, numbers(1, 1))[0].params["w"].tolist() == [-1.0] * 5
     kept[-1].grad = None
     kept[-1].pow(2).sum().backward()
     assert kept[-1].grad.tolist() == [2.0] * 5
 
 
-@LARGE
-def test_a_gradient_that_a_backward_writes_stays_its_own(large, monkeypatch):
-    monkeypatch.setattr(window_mean, "_LARGE", large)
+@pytest.mark.usefixtures("_large")
+def test_a_gradient_that_a_backward_writes_stays_its_own():
     own = torch.ones(5)
 
-    class Writes(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, w):
-            ctx.w = w
-            return w.sum()
+    def forward(ctx, w):
+        ctx.w = w
+        return w.sum()
 
-        @staticmethod
-        def backward(ctx, seed):
-            ctx.w.grad = own
+    def backward(ctx, seed):
+        ctx.w.grad = own
 
-    def loss_fn(p, buffers, x):
-        return 3 * p["w"].sum() + Writes.apply(p["w"]), buffers
+    def loss(p, x):
+        return 3 * p["w"].sum() + function_of(forward, backward)(p["w"])
 
-    state = ps.init_train_state({"w": torch.zeros(5)}, {}, SGD, ps.NoScale())
-    given = {"loss_fn": loss_fn, "optimizer": SGD, "rule": ps.NoScale()}
-    new, _ = ps.train_step(state, numbers(0, 0), **given)
+    state, step = started({"w": torch.zeros(5)}, loss, rule=ps.NoScale())
+    new, _ = step(state, numbers(0, 0))
     assert (new.params["w"].tolist(), own.tolist()) == ([-4.0] * 5, [1.0] * 5)
 
 
-@LARGE
+@pytest.mark.usefixtures("_large")
 @pytest.mark.filterwarnings("ignore:Using backward")
-def test_gradients_of_a_backward_that_records_its_own_are_on_no_graph(large, monkeypatch):
-    monkeypatch.setattr(window_mean, "_LARGE", large)
+def test_gradients_of_a_backward_that_records_its_own_are_on_no_graph():
+    def forward(ctx, x, w):
+        ctx.w = w
+        return x * w.detach()
 
-    class Records(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.w = w
-            return x * w.detach()
+    def backward(ctx, seed):
+        with torch.enable_grad():
+            (ctx.w.tanh()).backward(seed, create_graph=True)
+        return seed, None
 
-        @staticmethod
-        def backward(ctx, seed):
-            with torch.enable_grad():
-                (ctx.w.tanh()).backward(seed, create_graph=True)
-            return seed, None
+    def update(grads, opt_state, params):
+        assert not any(grad.requires_grad for grad in grads.values())
+        return grads, opt_state
 
-    class Own:
-        def init(self, params):
-            return {}
+    def loss(p, x):
+        return function_of(forward, backward)(p["v"], p["w"]).sum() + p["v"].sum()
 
-        def step(self, params, grads, opt_state):
-            assert not any(grad.requires_grad for grad in grads.values())
-            return {key: leaf.clone() for key, leaf in params.items()}, {}
-
-    def loss_fn(p, buffers, x):
-        return Records.apply(p["v"], p["w"]).sum() + p["v"].sum(), buffers
-
-    params = {"v": torch.ones(5), "w": torch.ones(5)}
-    state = ps.init_train_state(params, {}, Own(), RULE)
-    ps.train_step(state, numbers(1, 1), loss_fn=loss_fn, optimizer=Own(), rule=RULE)
+    own = ps.from_transformation((lambda params: {}, update))
+    state, step = started({"v": torch.ones(5), "w": torch.ones(5)}, loss, own)
+    step(state, numbers(1, 1))
 
 
 @pytest.mark.parametrize("exponent", [-149, -130, -126, 0, 127])
 def test_a_window_that_drops_takes_every_scale(exponent):
-    rule = ps.StaticScale(2.0**exponent)
-    state = ps.init_train_state({"w": torch.ones(4)}, {}, SGD, rule)
-
-    def loss_fn(p, buffers, x):
-        return (p["w"] * x).sum() * 2.0**-8, buffers
-
-    settings = {"loss_fn": loss_fn, "optimizer": SGD, "rule": rule}
-    new, _ = ps.train_step(state, [1.0, 3.0], on_nonfinite="drop_microbatch", **settings)
+    state, step = started(
+        {"w": torch.ones(4)},
+        lambda p, x: (p["w"] * x).sum() * 2.0**-8,
+        rule=ps.StaticScale(2.0**exponent),
+    )
+    new, _ = step(state, [1.0, 3.0], on_nonfinite="drop_microbatch")
     if exponent > -130:  # below that a gradient of 2**-8 underflows
         assert new.params["w"].tolist() == [1 - 2.0**-7] * 4
 
@@ -916,17 +845,12 @@ def test_a_window_that_drops_takes_every_scale(exponent):
 def test_the_loss_of_a_window_is_the_mean_of_its_microbatches_whether_it_may_be_read_or_not(
     dtype, numbers
 ):
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.NoScale()
-    state = ps.init_train_state({"w": torch.ones(5, dtype=dtype)}, {}, optimizer, rule)
     window = [torch.tensor(number, dtype=dtype) for number in numbers]
-
-    def loss_fn(params, buffers, number):
-        return number + 0 * params["w"].sum(), buffers
-
-    settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
-    read = ps.train_step(state, window, **settings)[1].loss
+    params, rule = {"w": torch.ones(5, dtype=dtype)}, ps.NoScale()
+    state, step = started(params, lambda p, number: number + 0 * p["w"].sum(), rule=rule)
+    read = step(state, window)[1].loss
     with as_on_an_accelerator():
-        unread = ps.train_step(state, window, **settings)[1].loss
+        unread = step(state, window)[1].loss
     expected = torch.stack(window).double().mean().to(dtype)
     for loss in (read, unread):
         assert loss.dtype is dtype

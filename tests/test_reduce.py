@@ -17,12 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import (
     Dispatched,
-    Untouched,
     batch,
     clone,
+    function_of,
     in_one_graph,
     in_processes,
-    same_bits,
+    on_all_ranks,
     small_net,
     started,
     tensors,
@@ -33,6 +33,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import purescale as ps
 from purescale._torch import tracing
+from purescale.testing import Untouched, same_bits
 
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
@@ -153,9 +154,8 @@ WEIGHTS = {
 
 
 def the_same_everywhere(*trees):
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, trees)
-    return all(same_bits(told[0], other) for other in told)
+    first, *others = on_all_ranks(trees)
+    return all(same_bits(first, other) for other in others)
 
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -396,21 +396,12 @@ def _compiled(rank):
         assert the_same_everywhere(state, info)
 
 
-class WithoutSecond(torch.autograd.Function):
-    """The sum of two products, whose backward gives None for the second."""
-
-    @staticmethod
-    def forward(ctx, a, b, x):
-        ctx.save_for_backward(x)
-        return (a * x + b * x).sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0], None, None
-
-
 def by_a_function(params, buffers, x):
-    return WithoutSecond.apply(params["a"], params["b"], x), buffers
+    """The sum of two products, whose backward gives None for the second."""
+    without_second = function_of(
+        lambda ctx, a, b: (a * x + b * x).sum(), lambda ctx, grad: (grad * x, None)
+    )
+    return without_second(params["a"], params["b"]), buffers
 
 
 def by_one_parameter(params, buffers, x):
@@ -579,15 +570,9 @@ def _settings(rank):
     step(state._replace(rng=own), data, optimizer=sgd, group=world, **both[1])
 
 
-def _compiled_and_refused(rank):
-    _compiled(rank)
-    _refusals(rank)
-    _settings(rank)
-
-
 @pytest.mark.slow
 def test_what_one_rank_refuses_every_rank_refuses_and_a_step_is_one_graph():
-    in_processes(_compiled_and_refused)
+    in_processes((_compiled, _refusals, _settings))
 
 
 def test_without_a_process_group_gradients_are_copied():

@@ -9,22 +9,11 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    Untouched,
-    assert_donation_keeps_bits,
-    batch,
-    clone,
-    generator_of,
-    job,
-    same_bits,
-    scaled_by,
-    stack,
-    started,
-)
-from test_microbatches import INF, RULE, SGD, numbers, overflowing
+from helpers import assert_donation_keeps_bits, clone, generator_of, scaled_by, stack, started
+from test_microbatches import INF, numbers, overflowing
 
 import purescale as ps
-from purescale.testing import assert_sync_free
+from purescale.testing import Untouched, same_bits
 
 
 def test_a_retried_window_is_the_step_that_the_lower_scale_would_have_taken():
@@ -116,11 +105,6 @@ def test_retries_work_with_donation(retries):
     assert_donation_keeps_bits(
         lambda donate: step(clone(state), window, max_retries=retries, donate=donate)
     )
-
-
-def test_without_retries_nothing_is_read():
-    state, step = job(SGD, RULE, on_nonfinite="drop_microbatch", weight_fn=lambda b: len(b[1]))
-    assert_sync_free(step, state, [batch(0), batch(1)])
 
 
 def test_retries_are_refused_where_they_cannot_be():

@@ -3,6 +3,7 @@ it breaks.
 """
 
 import dataclasses
+import functools
 import re
 from typing import NamedTuple
 
@@ -26,11 +27,6 @@ def wrong(base, name, **methods):
 
     kind = type(name, (base,), {method: around(method) for method in methods})
     return kind
-
-
-def written_into_memory_of_one_member(value):
-    kept = torch.zeros(())
-    return kept.copy_(value)
 
 
 class Kept(NamedTuple):
@@ -144,9 +140,17 @@ def with_scale(scale):
     return lambda new, state, bad: new._replace(scale=scale(new, state, bad))
 
 
-BY_THIRDS = wrong(
-    Halving, "ByThirds", moved=with_scale(lambda n, s, bad: where(bad, s.scale / 3, n.scale))
-)
+broken = functools.partial(wrong, Halving)
+BY_THIRDS = broken("ByThirds", moved=with_scale(lambda n, s, bad: where(bad, s[0] / 3, n[0])))
+SAME_SCALE = broken("NeverBacksOff", moved=with_scale(lambda n, s, bad: where(bad, s[0], n[0])))
+SYNCS = broken("Syncs", moved=lambda new, s, bad: (bad.item(), new)[1])
+HANDS_BACK = broken("HandsBack", update=lambda new, s, bad: new._replace(count=s.count))
+RAISES = broken("Raises", update=lambda new, s, bad: 1 // 0)
+WIDENS = broken("Widens", update=lambda new, s, bad: new._replace(count=new.count.long()))
+UNHASHABLE = type("Unhashable", (Halving,), {"__hash__": None})
+IN_FLOAT64 = broken("InFloat64", init=lambda new, device=None: new._replace(scale=new[0].double()))
+ON_THE_CPU = broken("OnTheCpu", init=lambda new, device=None: Halving().init())
+KEEPS_A_NUMBER = broken("KeepsANumber", init=lambda new, device=None: new._replace(count=0))
 OF_THE_RIGHT_FLAG = "found_inf is True if the step was bad"
 WRONG_RULES = [
     (TiresOfCleanSteps, "clean", "decide by this step's found_inf"),
@@ -155,40 +159,19 @@ WRONG_RULES = [
     (ForgetsTheCeiling, "finite", r"clamp\(max=self.max_scale\)"),
     (BY_THIRDS, "power_of_two", "powers of two"),
     (ComesLate, "clean", "not the one that was used"),
-    (
-        wrong(Halving, "NeverBacksOff", moved=with_scale(lambda n, s, b: where(b, s[0], n[0]))),
-        *("backs_off", "a factor below 1"),
-    ),
-    (wrong(Halving, "Syncs", moved=lambda n, s, bad: (bad.item(), n)[1]), "reads", "torch.where"),
-    (
-        wrong(Halving, "HandsBack", update=lambda new, s, bad: new._replace(count=s.count)),
-        *("pure", r"`\.clone\(\)`.*`state._replace"),
-    ),
-    (
-        wrong(Halving, "Raises", update=lambda new, state, bad: 1 // 0),
-        *("raises", "`check_scaler` is what stops"),
-    ),
+    (SAME_SCALE, "backs_off", "a factor below 1"),
+    (SYNCS, "reads", "torch.where"),
+    (HANDS_BACK, "pure", r"`\.clone\(\)`.*`state._replace"),
+    (RAISES, "raises", "`check_scaler` is what stops"),
     (GrowsOnTheWrongFlag, "overflow", OF_THE_RIGHT_FLAG),
     (GrowsOnTheSecondOverflow, "overflow", OF_THE_RIGHT_FLAG),
     (GrowsFromTheFloor, "overflow", OF_THE_RIGHT_FLAG),
     (Remembers, "value", "put what changes into the state"),
-    (
-        wrong(Halving, "Widens", update=lambda n, s, b: n._replace(count=n.count.long())),
-        *("structure", "a counter as"),
-    ),
-    (type("Unhashable", (Halving,), {"__hash__": None}), "value", "frozen=True"),
-    (
-        wrong(Halving, "InFloat64", init=lambda n, device=None: n._replace(scale=n[0].double())),
-        *("init", "float32"),
-    ),
-    (
-        wrong(Halving, "OnTheCpu", init=lambda n, device=None: Halving().init()),
-        *("init", "device=device"),
-    ),
-    (
-        wrong(Halving, "KeepsANumber", init=lambda n, device=None: n._replace(count=0)),
-        *("init", "a NamedTuple of tensors"),
-    ),
+    (WIDENS, "structure", "a counter as"),
+    (UNHASHABLE, "value", "frozen=True"),
+    (IN_FLOAT64, "init", "float32"),
+    (ON_THE_CPU, "init", "device=device"),
+    (KEEPS_A_NUMBER, "init", "a NamedTuple of tensors"),
 ]
 
 
@@ -255,9 +238,8 @@ def test_a_quirk_that_is_no_law_is_refused():
 
 
 def test_the_error_of_an_update_that_raises_ends_the_checks_also_as_a_quirk():
-    raises = wrong(Halving, "Raises", update=lambda new, state, bad: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        assert_scale_rule(raises(), quirks=["raises"])
+        assert_scale_rule(RAISES(), quirks=["raises"])
 
 
 # ---- guards --------------------------------------------------------------------------------------
@@ -336,34 +318,29 @@ def wrong_guard(name, change):
     return wrong(Doubled, name, update=lambda new, state, *_: change(*new, state))
 
 
+def in_memory_of_one_member(new, bad, state):
+    return new._replace(loss=torch.zeros(()).copy_(new.loss)), bad
+
+
+OF_THE_STATE = wrong_guard("HandsBack", lambda new, bad, state: (new._replace(count=state[1]), bad))
+NO_PAIR = wrong_guard("NoPair", lambda new, bad, state: new._replace(count=()))
+NO_FLAG = wrong_guard("NoFlag", lambda new, bad, state: (new, bad.float()))
+WIDER = wrong_guard("Wider", lambda new, bad, state: (new._replace(loss=new.loss.double()), bad))
+ELSEWHERE = wrong(Doubled, "Elsewhere", init=lambda new, device=None: Doubled().init())
+NO_HASH = type("NoHash", (Doubled,), {"__hash__": None})
 WRONG_GUARDS = [
-    (
-        wrong_guard("HandsBack", lambda new, bad, state: (new._replace(count=state[1]), bad)),
-        *("pure", r"\.clone\(\)"),
-    ),
+    (OF_THE_STATE, "pure", r"\.clone\(\)"),
     (WantsANorm, "raises", r"grad_norm. is \(\)"),
-    (wrong_guard("NoPair", lambda new, bad, state: new._replace(count=())), "pair", "return new_"),
-    (wrong_guard("NoFlag", lambda new, bad, state: (new, bad.float())), "pair", "return new_state"),
-    (
-        wrong_guard("Widens", lambda n, bad, state: (n._replace(loss=n.loss.double()), bad)),
-        *("structure", "every field as it was"),
-    ),
+    (NO_PAIR, "pair", "return new_"),
+    (NO_FLAG, "pair", "return new_state"),
+    (WIDER, "structure", "every field as it was"),
     (LearnsAnything, "finite", "finite numbers only"),
     (Nervous, "steady", "after a warmup"),
     (Late, "timely", "of this call"),
     (LateByTheNorm, "timely", "of this call"),
-    (
-        wrong(Doubled, "Elsewhere", init=lambda new, device=None: Doubled().init()),
-        *("init", "device=device"),
-    ),
-    (
-        wrong_guard(
-            "OneAtATime",
-            lambda n, bad, state: (Last(written_into_memory_of_one_member(n.loss), n.count), bad),
-        ),
-        *("vmap", "write into an argument"),
-    ),
-    (type("Unhashable", (Doubled,), {"__hash__": None}), "value", "frozen=True"),
+    (ELSEWHERE, "init", "device=device"),
+    (wrong_guard("OneAtATime", in_memory_of_one_member), "vmap", "write into an argument"),
+    (NO_HASH, "value", "frozen=True"),
 ]
 
 

@@ -157,10 +157,7 @@ def test_an_error_of_a_step_over_a_list_of_batches_names_the_cure(wrap):
     assert "`scan_steps(step, state, stack_states(batches))`" in raised.value.__notes__[0]
 
 
-def test_batches_of_two_lengths_are_refused_by_their_path():
-    words = r"batches\[1\] has shape \(2,\); expected \[3, ...\].*stack_states\(list_of_batches\)"
-    with pytest.raises(ValueError, match=words):
-        ps.scan_steps(lambda s, b: (s, s), torch.ones(1), (torch.ones(3), torch.ones(2)))
+TWO_LENGTHS = r"batches\[1\] has shape \(2,\); expected \[3, ...\].*stack_states\(list_of_batches\)"
 
 
 @pytest.mark.parametrize(
@@ -171,9 +168,10 @@ def test_batches_of_two_lengths_are_refused_by_their_path():
         ((np.ones(2), np.ones(2)), r"arrays `tree_map\(torch.as_tensor, batches\)`"),
         (torch.ones(0, 2), "batches has no batch"),
         (torch.tensor(1.0), r"batches has shape \(\)"),
+        ((torch.ones(3), torch.ones(2)), TWO_LENGTHS),
     ],
 )
-def test_no_batch_is_refused(batches, message):
+def test_what_is_no_stack_of_batches_is_refused(batches, message):
     with pytest.raises(ValueError, match=message):
         ps.scan_steps(lambda s, b: (s, s), torch.ones(1), batches)
 

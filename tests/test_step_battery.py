@@ -106,68 +106,56 @@ class IsNotSaved(Trainer):
         super().load_state_dict({**super().state_dict(), **sd})
 
 
-class ScalerIsNotSaved(IsNotSaved):
-    forgets = "scaler"
+def trainer(name, base=Trainer, **parts):
+    """A kind of trainer with other methods."""
+    return type(name, (base,), parts)
 
 
-class CountIsNotSaved(IsNotSaved):
-    forgets = "steps"
+def mean_of_means(self, batch, total):
+    return Trainer.loss(self, batch, batch[2].sum()) / self.count
 
 
-class GeneratorIsNotSaved(IsNotSaved):
-    forgets = "rng"
+def once_a_batch(self, applied):
+    Trainer.after(self, applied)
+    for _ in range(self.count - 1):
+        self.scheduler.step()
 
 
-class GradientsAreNotCleared(Trainer):
-    def clear(self):
-        pass
+def clips_scaled_gradients(self):
+    nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
 
 
-class LossIsSummed(Trainer):
-    max_norm = 100.0  # what is clipped has one size, summed or not
-
-    def total(self, window):
-        return window[0][2].sum()
-
-
-class MeanOfMeans(Trainer):
-    def loss(self, batch, total):
-        return super().loss(batch, batch[2].sum()) / self.count
+def steps_without_a_flag(self):
+    self.optimizer.step()
+    self.scaler.update(2.0**8)
+    return True
 
 
-class SchedulerStepsOnceABatch(Trainer):
-    def after(self, applied):
-        super().after(applied)
-        for _ in range(self.count - 1):
-            self.scheduler.step()
+def of_the_first_batch(self, window):
+    return window[0][2].sum()
 
 
-class ClipsScaledGradients(Trainer):
-    def clip(self):
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-
-
-class StepsWithoutAFlag(Trainer):
-    def update(self):
-        self.optimizer.step()
-        self.scaler.update(2.0**8)
-        return True
-
-
-class ScheduleByIteration(Trainer):
-    schedule_by = "iteration"
-
-
+MeanOfMeans = trainer("MeanOfMeans", loss=mean_of_means)
+ScheduleByIteration = trainer("ScheduleByIteration", schedule_by="iteration")
 FAULTS = {
-    ScalerIsNotSaved: ("resume", "scaler._growth_tracker"),
-    CountIsNotSaved: ("resume", "steps differ"),
-    GeneratorIsNotSaved: ("resume", "generators"),
-    GradientsAreNotCleared: ("resume", "clear `.grad`"),
-    LossIsSummed: ("window", "the mean over the window"),
-    SchedulerStepsOnceABatch: ("window", "one step of the scheduler"),
+    trainer("ScalerIsNotSaved", IsNotSaved, forgets="scaler"): ("resume", "scaler._growth_tracker"),
+    trainer("CountIsNotSaved", IsNotSaved, forgets="steps"): ("resume", "steps differ"),
+    trainer("GeneratorIsNotSaved", IsNotSaved, forgets="rng"): ("resume", "generators"),
+    trainer("NothingIsCleared", clear=lambda self: None): ("resume", "clear `.grad`"),
+    # what is clipped has one size, summed or not
+    trainer("LossIsSummed", total=of_the_first_batch, max_norm=100.0): (
+        *("window", "the mean over the window"),
+    ),
+    trainer("SchedulerStepsOnceABatch", after=once_a_batch): (
+        "window",
+        "one step of the scheduler",
+    ),
     MeanOfMeans: ("weights", "divide the sum of the losses by the sum of the weights"),
-    ClipsScaledGradients: ("scale", "unscale the gradients once"),
-    StepsWithoutAFlag: ("skip", "one flag decides for everything"),
+    trainer("ClipsScaled", clip=clips_scaled_gradients): ("scale", "unscale the gradients once"),
+    trainer("WithoutAFlag", update=steps_without_a_flag): (
+        "skip",
+        "one flag decides for everything",
+    ),
     ScheduleByIteration: ("skip", "scheduler.last_epoch"),
 }
 

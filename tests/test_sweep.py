@@ -43,12 +43,8 @@ def three_steps(step, optimizer, count):
 
 
 def agrees(compiled, optimizer, count):
-    assert_close(
-        three_steps(compiled, optimizer, count),
-        three_steps(ps.maybe_step, optimizer, count),
-        rtol=1e-3,
-        atol=1e-4,
-    )
+    expected = three_steps(ps.maybe_step, optimizer, count)
+    assert_close(three_steps(compiled, optimizer, count), expected, rtol=1e-3, atol=1e-4)
 
 
 SWEEPS = {
@@ -198,10 +194,8 @@ def test_one_compiled_function_serves_every_rule():
     for rule in (*RULES, *reversed(RULES)):
         eager = state = rule.init()
         for bad in (False, True, True, False, False, False):
-            eager, state = (
-                update(rule, eager, torch.tensor(bad)),
-                compiled(rule, state, torch.tensor(bad)),
-            )
+            flag = torch.tensor(bad)
+            eager, state = update(rule, eager, flag), compiled(rule, state, flag)
             torch.testing.assert_close(tensors(state), tensors(eager), rtol=0, atol=0)
 
 
@@ -232,11 +226,8 @@ def test_two_models_with_the_same_names_take_turns_in_one_compiled_loss():
         return F.cross_entropy(apply(params, buffers, x)[0], y)
 
     compiled = compile(torch.func.grad(loss, argnums=1), "eager")
-    nets = [
-        small_net(),
-        torch.nn.Sequential(*(*small_net()[:2], torch.nn.Tanh(), *small_net()[3:])),
-    ]
-    parts = [ps.make_functional(net) for net in nets]
+    with_tanh = torch.nn.Sequential(*small_net()[:2], torch.nn.Tanh(), *small_net()[3:])
+    parts = [ps.make_functional(net) for net in (small_net(), with_tanh)]
     for (apply, params, buffers), policy in itertools.product(
         parts, ["float32", "params=float32,compute=bfloat16"]
     ):

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from helpers import (
-    Untouched,
     assert_donation_keeps_bits,
     at,
     batch,
@@ -18,9 +17,7 @@ from helpers import (
     examples,
     generator_of,
     job,
-    same_bits,
     scaled_by,
-    shares_memory,
     stack,
     started,
     tensors,
@@ -29,51 +26,16 @@ from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import purescale as ps
-from purescale.testing import assert_sync_free
+from purescale.testing import Untouched, assert_sync_free, same_bits, shares_memory
 
 OPTIM = torch.optim
-
-
 ADAMW = ps.from_torch(OPTIM.AdamW, lr=0.01)
-
-
 SGD = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9)
-
-
 RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
-
-
-optimizers = pytest.mark.parametrize(
-    "optimizer", [ADAMW, SGD, ps.from_torch(OPTIM.RMSprop)], ids=["AdamW", "SGD", "RMSprop"]
-)
-
-
 OVERFLOWS = 2.0**24  # a scale under which the small net overflows float16
 
 
 # ---- train_step
-
-
-@optimizers
-def test_a_step_is_pure_replays_donates_with_the_same_bits_and_skips_as_a_whole(optimizer):
-    state, step = job(optimizer, RULE, max_norm=1.0)
-    flags = []
-    for index in range(6):
-        state = scaled_by(state, OVERFLOWS) if index == 3 else state
-        window = [batch(index), batch(10 + index)][: 1 + index % 2]
-        donated = step(clone(state), window, donate=True)
-        with Untouched((state, window)):
-            new, info = step(state, window)
-        assert not shares_memory((state, window), (new, info))
-        assert not any(leaf.requires_grad for leaf in tensors((new, info)))
-        assert same_bits((new, info), step(state, window))
-        assert same_bits((new, info), donated)
-        flags.append(info.found_inf.item())
-        if flags[-1]:
-            assert same_bits(new._replace(scaler=state.scaler), state)
-            assert new.scaler.scale == state.scaler.scale / 2
-        state = new
-    assert 0 < sum(flags) < len(flags)
 
 
 def test_init_train_state_copies_what_it_was_given_off_the_graph():
@@ -85,39 +47,14 @@ def test_init_train_state_copies_what_it_was_given_off_the_graph():
 
 
 def test_a_step_reads_no_tensor_value():
-    for optimizer in (ADAMW, SGD):
-        state, step = job(
-            optimizer, RULE, max_norm=1.0, clip_value=0.5, weight_fn=lambda b: b[0].shape[0]
-        )
+    settings = {"max_norm": 1.0, "clip_value": 0.5, "weight_fn": lambda b: b[0].shape[0]}
+    for optimizer, policy in ((ADAMW, "drop_window"), (SGD, "drop_microbatch")):
+        state, step = job(optimizer, RULE, on_nonfinite=policy, **settings)
         state, _ = assert_sync_free(step, state, [batch(0), batch(1)])
         assert_sync_free(step, scaled_by(state, OVERFLOWS), [batch(0)], donate=True)
 
 
 # ---- microbatches
-
-
-@examples(20)
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
-def test_any_split_weighted_by_samples_gives_the_full_batch_step(sizes):
-    x, y = torch.randn(2, sum(sizes), 3, dtype=torch.float64)
-    state, step = started(
-        {"w": torch.randn(3, dtype=torch.float64)},
-        lambda p, m: (m[0] @ p["w"] - m[1] @ p["w"].detach().sign()).square().mean(),
-        weight_fn=lambda m: len(m[1]),
-    )
-    whole = step(state, [(x, y)])
-    parts = step(state, list(zip(x.split(sizes), y.split(sizes), strict=True)))
-    torch.testing.assert_close(parts[0].params, whole[0].params, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(parts[1].loss, whole[1].loss, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0, -0.5])
-def test_a_weight_tensor_that_is_no_weight_skips_the_step(weight):
-    state, step = started({"w": torch.tensor(0.0)}, lambda p, g: p["w"] * g)
-    weigh = {"weight_fn": lambda g: torch.where(g > 1, weight, 1.0)}
-    new, info = step(state, [torch.tensor(1.0), torch.tensor(2.0)], **weigh)
-    assert info.found_inf
-    assert same_bits(new, state)
 
 
 # ---- random numbers
@@ -160,6 +97,10 @@ def test_with_rng_what_is_skipped_or_dropped_draws_its_numbers_too(bad, on_nonfi
 # ---- what the loss function may be
 
 
+SHAPES = r"torch.float32 \(1,\), but torch.float32 \(3,\) in new_buffers"
+OF_ANOTHER_SHAPE = rf"buffers\['n'\] is {SHAPES}"
+
+
 @pytest.mark.parametrize(
     ("returned", "error", "message"),
     [
@@ -170,11 +111,7 @@ def test_with_rng_what_is_skipped_or_dropped_draws_its_numbers_too(bad, on_nonfi
         (lambda w, b: (w, b), ValueError, r"has shape \(2,\); a loss is one number"),
         (lambda w, b: (w.sum().long(), b), TypeError, "dtype torch.int64"),
         (lambda w, b: (w.sum(), {}), ValueError, r"does not match buffers: missing \['n'\]"),
-        (
-            lambda w, b: (w.sum(), {"n": torch.ones(3)}),
-            ValueError,
-            r"buffers\['n'\] is torch.float32 \(1,\), but torch.float32 \(3,\) in new_buffers",
-        ),
+        (lambda w, b: (w.sum(), {"n": torch.ones(3)}), ValueError, OF_ANOTHER_SHAPE),
     ],
 )
 def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(
@@ -194,24 +131,19 @@ def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(
 # ---- bad calls
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "error", "message"),
-    [
-        ([], ValueError, "empty list"),
-        (batch(), TypeError, r"is a tuple; .*`train_step\(state, \[batch\], \.\.\.\)`"),
-        ((b for b in [1]), TypeError, r"is a generator; .*islice\("),
-        (1.0, TypeError, r"is a float; expected a list, which makes one step\. Fix: `train_"),
-    ],
-)
-def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches, error, message):
-    state, step = job(SGD, RULE)
-    with pytest.raises(error, match=message):
-        step(state, microbatches)
+A_BATCH = r"is a tuple; .*`train_step\(state, \[batch\], \.\.\.\)`"
+NEVER_MOVES = {"max_retries": 1, "rule": ps.StaticScale(2.0)}
+POLICIES = "on_nonfinite must be 'drop_window' or 'drop_microbatch', got 'ignore'"
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "message"),
+    ("arguments", "error", "message"),
     [
+        ({"state": {}}, TypeError, "takes a TrainState, got dict"),
+        ({"microbatches": []}, ValueError, "empty list"),
+        ({"microbatches": batch()}, TypeError, A_BATCH),
+        ({"microbatches": (b for b in [1])}, TypeError, r"is a generator; .*islice\("),
+        ({"microbatches": 1.0}, TypeError, r"is a float; expected a list, .* step\. Fix: `train_"),
         ({"max_norm": 0.0}, ValueError, "max_norm must be above 0"),
         ({"max_norm": "1"}, TypeError, "max_norm must be a number"),
         ({"clip_value": -1.0}, ValueError, "clip_value must be above 0"),
@@ -219,17 +151,9 @@ def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches,
         ({"weight_fn": lambda b: "8"}, TypeError, "weight_fn returned '8'"),
         ({"weight_fn": lambda b: True}, TypeError, "weight_fn returned True"),
         ({"weight_fn": lambda b: torch.ones(2)}, ValueError, r"returned a tensor of shape \(2,\)"),
-        (
-            {"on_nonfinite": "ignore"},
-            ValueError,
-            "on_nonfinite must be 'drop_window' or 'drop_microbatch', got 'ignore'",
-        ),
+        ({"on_nonfinite": "ignore"}, ValueError, POLICIES),
         ({"max_retries": -1}, ValueError, "max_retries must be a whole number, 0 or more, got -1"),
-        (
-            {"max_retries": 1, "rule": ps.StaticScale(2.0)},
-            ValueError,
-            r"with StaticScale\(scale=2.0\), whose scale never moves",
-        ),
+        (NEVER_MOVES, ValueError, r"with StaticScale\(scale=2.0\), whose scale never moves"),
         ({"max_norm": 1.0, "norm_type": 0}, ValueError, "norm_type must be above 0"),
         ({"bn_update": "never"}, ValueError, "bn_update must be 'each' or 'window', got 'never'"),
         ({"group": "world"}, ValueError, "group=None"),
@@ -239,16 +163,11 @@ def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches,
         ),
     ],
 )
-def test_bad_settings_of_a_step_are_refused_before_loss_fn_is_called(settings, error, message):
+def test_bad_arguments_of_a_step_are_refused_before_loss_fn_is_called(arguments, error, message):
     state, step = job(SGD, RULE)
+    usual = {"state": state, "microbatches": [batch()], "loss_fn": lambda *a: pytest.fail("called")}
     with pytest.raises(error, match=message):
-        step(state, [batch()], **{"loss_fn": lambda *a: pytest.fail("called"), **settings})
-
-
-def test_a_state_that_is_no_train_state_is_refused():
-    _, step = job(SGD, RULE)
-    with pytest.raises(TypeError, match="takes a TrainState, got dict"):
-        step({}, [batch()])
+        step(**usual | arguments)
 
 
 STACKED = {  # a step, or a part of it, of stacked states that is not mapped over them
@@ -320,10 +239,8 @@ class Swap:
 KEEPS = ps.from_transformation(
     (lambda p: {"prev": p}, lambda g, s, p: (pytree.tree_map(torch.neg, g), {"prev": p}))
 )
-UNFUSED, HALF_SGD = (
-    ps.from_torch(OPTIM.SGD, lr=0.5, foreach=False),
-    ps.from_torch(OPTIM.SGD, lr=2.0**15),
-)
+UNFUSED = ps.from_torch(OPTIM.SGD, lr=0.5, foreach=False)
+HALF_SGD = ps.from_torch(OPTIM.SGD, lr=2.0**15)
 ONES, TWOS = torch.ones(4), torch.full((4,), 2.0)
 ALIASED = {  # (optimizer, params, grads) of a tensor of 8s and one of 0 to 3
     "one tensor in two places": lambda t, u: (
@@ -404,28 +321,16 @@ def test_what_is_no_rule_is_refused_with_what_is_expected(rule, words):
 
 @pytest.mark.parametrize("wrong", [OPTIM.AdamW, type(SGD), OPTIM.SGD([torch.zeros(1)])])
 def test_what_is_no_optimizer_is_refused_with_what_is_expected(wrong):
-    state, step = job(SGD, RULE)
+    (state, step), params = job(SGD, RULE), {"w": torch.ones(3)}
     words = "optimizer is .*expected an object with `init` and `step`.*Fix: from_torch"
-    with pytest.raises(TypeError, match=words):
-        step(state, [batch()], optimizer=wrong)
-    with pytest.raises(TypeError, match=words):
-        ps.init_train_state(state.params, {}, wrong, RULE)
-
-
-# ---- edges that a careless change would break
-
-
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("scale", [0.0, -1.0, -4.0, math.inf, math.nan])
-@pytest.mark.parametrize("optimizer", [SGD, ps.from_torch(OPTIM.Adamax)], ids=["fused", "formula"])
-def test_nothing_that_was_scaled_by_a_damaged_scale_is_trusted(optimizer, scale, donate):
-    params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
-    for bound in ({}, {"max_norm": 1.0}):
-        given = clone(params), clone(grads), optimizer.init(params)
-        out = ps.unscale_and_step(optimizer, at(scale), *given, donate=donate, **bound)
-        assert out.found_inf
-        assert same_bits(out.params, params)
-        assert not bound or not torch.isfinite(out.grad_norm)
+    for call in (
+        lambda: step(state, [batch()], optimizer=wrong),
+        lambda: ps.init_train_state(params, {}, wrong, RULE),
+        lambda: ps.maybe_step(wrong, params, params, (), False),
+        lambda: ps.unscale_and_step(wrong, RULE.init(), params, params, ()),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
 
 
 @pytest.mark.parametrize("cls", [OPTIM.AdamW, OPTIM.Adadelta], ids=["fused", "formula"])
@@ -451,19 +356,14 @@ def test_donation_of_a_state_whose_parts_share_memory_gives_the_same_bits(cls, t
 
 
 PAIR = ps.from_transformation((lambda p: (), lambda g, s, p: (g, s)))
+ADADELTA = ps.from_torch(OPTIM.Adadelta)
 
 
 @pytest.mark.parametrize(
     ("optimizer", "settings", "grad", "like", "message"),
     [
         (PAIR, {}, torch.ones(2), {"w": torch.ones(3)}, r"grads\['w'\] has shape \(2,\)"),
-        (
-            ps.from_torch(OPTIM.Adadelta),
-            {},
-            torch.ones(3),
-            {"v": torch.ones(3)},
-            "parameters v, params has w",
-        ),
+        (ADADELTA, {}, torch.ones(3), {"v": torch.ones(3)}, "parameters v, params has w"),
         (SGD, {"clip_value": 1.0}, torch.ones(3).cfloat(), None, "complex numbers have no order"),
     ],
     ids=["a shape", "another state", "complex and clip_value"],
@@ -484,16 +384,10 @@ def test_what_is_refused_is_refused_before_gradients_are_donated(
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_step_over_fake_tensors_reads_no_value_inside_of_their_mode_and_outside(inside, number):
+    max_norm = 1.0 if inside else None  # outside torch joins no number to a fake tensor
     with FakeTensorMode() as mode:
-        params = {"w": torch.zeros(5)}
-        state, window = ps.init_train_state(params, {}, ADAMW, RULE), [torch.ones(5)] * number
+        params, window = {"w": torch.zeros(5)}, [torch.ones(5)] * number
+        state, step = started(params, lambda p, x: (p["w"] * x).sum(), ADAMW, RULE)
     with mode if inside else contextlib.nullcontext():
-        state, info = ps.train_step(
-            state,
-            window,
-            loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b),
-            optimizer=ADAMW,
-            rule=RULE,
-            max_norm=1.0 if inside else None,  # outside torch joins no number to a fake tensor
-        )
+        state, info = step(state, window, max_norm=max_norm)
     assert isinstance(info.loss, FakeTensor)

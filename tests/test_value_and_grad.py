@@ -5,6 +5,7 @@ theirs in the memory of others.
 import contextlib
 import copy
 import functools
+import itertools
 import pickle
 import weakref
 
@@ -15,16 +16,15 @@ from helpers import (
     HALF,
     Keeps,
     OldDouble,
-    Untouched,
+    OwnBackward,
     at,
     batch,
     clone,
     cross_entropy_of,
+    function_of,
     in_float32,
     job,
-    same_bits,
     scaled_by,
-    shares_memory,
     small_net,
     stack,
     started,
@@ -38,10 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
 from purescale._torch import tracing
-from purescale.testing import (
-    assert_pure,
-    assert_single_graph,
-)
+from purescale.testing import Untouched, assert_pure, assert_single_graph, same_bits, shares_memory
 
 OPTIM = torch.optim
 RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
@@ -140,16 +137,6 @@ def test_the_loss_is_unscaled_in_no_dimension_and_at_least_float32(dtype, shape)
     assert same_bits(grads["w"], torch.full((2,), 3 * 2.0**10))
 
 
-def test_without_a_scaler_gradients_are_those_of_the_loss():
-    loss_fn, params, buffers = net(None)
-    fn = ps.value_and_grad(loss_fn)
-    plain = fn(params, buffers, batch())
-    assert same_bits(plain, fn(params, buffers, batch(), scaler=ps.NoScale().init()))
-    assert same_bits(plain, fn(params, buffers, batch(), None))
-    value, scaled = fn(params, buffers, batch(), SCALER)
-    assert same_bits((value, scaled), (plain[0], {name: 8 * g for name, g in plain[1].items()}))
-
-
 # ---- leaves --------------------------------------------------------------------------------------
 
 
@@ -241,21 +228,20 @@ def test_parameters_that_require_a_gradient_get_none_of_their_own():
 def test_the_backward_frees_what_was_saved_as_it_goes():
     saved, alive = [], []
 
-    class Saves(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, w):
-            activation = w * 2
-            ctx.save_for_backward(activation)
-            saved.append(weakref.ref(activation))
-            return w * 3
+    def forward(ctx, w):
+        activation = w * 2
+        ctx.save_for_backward(activation)
+        saved.append(weakref.ref(activation))
+        return w * 3
 
-        @staticmethod
-        def backward(ctx, grad):
-            alive.append([held() is not None for held in saved])
-            return grad
+    def backward(ctx, grad):
+        alive.append([activation() is not None for activation in saved])
+        return grad
+
+    saving = function_of(forward, backward)
 
     def loss_fn(params, buffers, x):
-        return Saves.apply(Saves.apply(params["w"])).sum(), buffers
+        return saving(saving(params["w"])).sum(), buffers
 
     ps.value_and_grad(loss_fn)({"w": torch.ones(2)}, {}, None)
     assert alive == [[True, True], [True, False]]
@@ -296,22 +282,6 @@ def test_it_is_a_graph_of_make_fx_in_which_parameters_are_inputs():
     torch.testing.assert_close(graph(*call), fn(*call))
 
 
-class Reversible(torch.autograd.Function):
-    """Runs its layer again in the backward and lets that write into `.grad`, as Reformer does."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.weight, ctx.x = weight, x.detach()
-        return x.detach() * weight.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.x.requires_grad_()
-        with torch.enable_grad():
-            (x * ctx.weight).backward(grad)
-        return x.grad, None
-
-
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("before", [False, True])
 def test_what_a_custom_backward_adds_to_grad_is_part_of_the_gradient(twice, before):
@@ -319,7 +289,7 @@ def test_what_a_custom_backward_adds_to_grad_is_part_of_the_gradient(twice, befo
         weight = params["w"]
         if before:  # a backward of its own, which is no part of the loss
             (weight * 7).sum().backward()
-        out = Reversible.apply(x * params["v"], weight)
+        out = OwnBackward.apply(x * params["v"], weight)
         return (out * weight if twice else out).square().sum(), buffers
 
     params, x = {"v": torch.full((3,), 2.0), "w": torch.arange(1.0, 4.0)}, torch.ones(3)
@@ -452,17 +422,11 @@ def mapped(fn):
     return lambda params, x: torch.vmap(fn, (0, None))(stack([params, params]), x)
 
 
-def on_an_accelerator(fn):
-    def forced(*args):
-        with tracing.as_on_an_accelerator():
-            return fn(*args)
-
-    return forced
-
-
 MODES = {
     "by hand": by_value_and_grad,
-    "as on an accelerator": lambda loss_fn: on_an_accelerator(by_a_step(loss_fn, donate=True)),
+    "as on an accelerator": lambda loss_fn: tracing.as_on_an_accelerator()(
+        by_a_step(loss_fn, donate=True)
+    ),
     "dropped": lambda loss_fn: by_a_step(
         loss_fn, lambda x: [x] * 2, on_nonfinite="drop_microbatch"
     ),
@@ -471,11 +435,12 @@ MODES = {
     "a derivative of a map": lambda loss_fn: derived(mapped(by_value_and_grad(loss_fn))),
     "make_fx": lambda loss_fn: lambda *args: make_fx(by_value_and_grad(loss_fn))(*args)(*args),
     "jit": lambda loss_fn: ps.jit(by_a_step(loss_fn), backend="aot_eager"),
+    "compiled": lambda loss_fn: torch.compile(by_value_and_grad(loss_fn), backend="aot_eager"),
 }
+COMPILED = pytest.param("compiled", "the live module", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("what", APART)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "what"), [*itertools.product(list(MODES)[:-1], APART), COMPILED])
 def test_a_loss_that_no_parameter_has_a_part_in_is_refused_in_each_mode(mode, what):
     def loss_fn(params, buffers, x):
         return APART[what](params, x), buffers
@@ -485,17 +450,6 @@ def test_a_loss_that_no_parameter_has_a_part_in_is_refused_in_each_mode(mode, wh
     with Untouched((params, LIVE_PARAMS)), pytest.raises(ValueError, match=words):
         MODES[mode](loss_fn)(params, x)
     assert LIVE.weight.grad is None
-
-
-@pytest.mark.slow
-def test_a_loss_of_the_live_module_is_refused_where_it_is_compiled():
-    def loss_fn(params, buffers, x):
-        return LIVE(x).sum(), buffers
-
-    torch.compiler.reset()
-    compiled = torch.compile(by_value_and_grad(loss_fn), backend="aot_eager")
-    with pytest.raises(ValueError, match=r"does not depend on params.*calls the module"):
-        compiled(clone(LIVE_PARAMS), torch.ones(3))
 
 
 # ---- the forms of JAX ----------------------------------------------------------------------------

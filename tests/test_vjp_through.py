@@ -88,6 +88,10 @@ def by_name(name, param):
     return "matrices" if param.ndim > 1 else "others"
 
 
+def parts_by_name():
+    return {"matrices": differentiable(torch.optim.SGD), "others": differentiable()}
+
+
 WHOLE = {"window": 3, "max_norm": 0.1}
 KINDS = {
     "SGD": (lambda: differentiable(torch.optim.SGD, momentum=0.9, nesterov=True), {}),
@@ -96,12 +100,7 @@ KINDS = {
     "Adagrad": (lambda: differentiable(torch.optim.Adagrad), {}),
     "RMSprop": (lambda: differentiable(torch.optim.RMSprop, momentum=0.9, centered=True), {}),
     "ASGD": (lambda: differentiable(torch.optim.ASGD), {}),
-    "partition": (
-        lambda: ps.partition(
-            {"matrices": differentiable(torch.optim.SGD), "others": differentiable()}, by_name
-        ),
-        WHOLE,
-    ),
+    "partition": (lambda: ps.partition(parts_by_name(), by_name), WHOLE),
     "masters": (lambda: ps.with_master_weights(differentiable()), WHOLE),
     "fused": (lambda: ps.from_torch(torch.optim.AdamW, lr=0.01), {}),
     "schedule": (lambda: differentiable(lr=lambda count: 0.1 / (1 + count)), WHOLE),
@@ -127,11 +126,14 @@ def differences(step, state, items, query, weights, eps=1e-6, seed=3):
 
 
 @examples(8)
-@given(number=st.integers(1, 13), every=st.integers(1, 15))
-def test_any_length_of_a_segment_has_the_same_bits(number, every):
+@given(number=st.integers(1, 13), every=st.integers(1, 15), on_disk=st.booleans())
+def test_any_length_of_a_segment_has_the_same_bits_in_a_folder_too(
+    tmp_path_factory, number, every, on_disk
+):
+    folder = tmp_path_factory.getbasetemp() if on_disk else None
     step, state, query = task(net(width=5), differentiable(torch.optim.SGD, momentum=0.9))
     items, weights = batches(number), torch.ones(N)
-    run = ps.vjp_through(step, state, items, query, wrt=weights, every=every)
+    run = ps.vjp_through(step, state, items, query, wrt=weights, every=every, folder=folder)
     assert same_bits(run, ps.vjp_through(step, state, items, query, wrt=weights))
 
 
@@ -215,11 +217,8 @@ def with_a_mean_of_its_own():
 
     optimizer, buffers = sgd(differentiable=True), {"running_mean": ONE}
     state, inner = started({"w": ONE}, None, optimizer, UNSCALED, loss_fn=loss_fn, buffers=buffers)
-    return (
-        lambda state, item, factor: inner(state, [factor]),
-        state,
-        lambda state: state.params["w"],
-    )
+    step = lambda state, item, factor: inner(state, [factor])  # noqa: E731
+    return step, state, lambda state: state.params["w"]
 
 
 OWN = {
@@ -366,13 +365,6 @@ def test_two_runs_in_a_row_are_one_run():
     torch.testing.assert_close(first.wrt + second.wrt, whole.wrt)
 
 
-def test_kept_states_in_a_folder_have_the_same_bits(tmp_path):
-    step, state, query = task()
-    arguments = step, state, batches(7), query
-    run = ps.vjp_through(*arguments, wrt=torch.ones(N), folder=tmp_path)
-    assert same_bits(run, ps.vjp_through(*arguments, wrt=torch.ones(N)))
-
-
 def test_arguments_are_unchanged():
     step, state, query = task(net(nn.BatchNorm1d(33)))
     items, weights = batches(4), torch.ones(N)
@@ -401,17 +393,6 @@ def test_half_leaves_have_derivatives_in_float32():
 
 
 # ---- a scale for cotangents ----------------------------------------------------------------------
-
-RULES = [ps.HeadroomScale(), ps.DynamicScale(2.0**24)]
-
-
-@pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_a_scale_changes_no_bit_of_what_fits(rule):
-    step, state, query = task()
-    arguments = step, state, batches(5), query
-    run = ps.vjp_through(*arguments, wrt=torch.ones(N), rule=rule)
-    plain = ps.vjp_through(*arguments, wrt=torch.ones(N))
-    torch.testing.assert_close(run.wrt, plain.wrt, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -506,8 +487,8 @@ def test_a_jitted_step_has_the_derivative_of_the_eager_one(is_wrapped, backend):
     taken = (lambda *args: jitted(*args)) if is_wrapped else jitted
     items, weights = batches(3), torch.ones(N)
     eager = ps.vjp_through(step, state, items, query, wrt=weights)
-    close = {"rtol": 1e-4, "atol": 1e-5} if backend == "inductor" else {"rtol": 1e-5, "atol": 1e-7}
-    for rule in (ps.HeadroomScale(), Unhashable(8.0)):
+    close = {"rtol": 1e-4, "atol": 1e-5} if backend == "inductor" else {"rtol": 1e-6, "atol": 1e-9}
+    for rule in (ps.HeadroomScale(), Unhashable(2.0**24)):
         run = ps.vjp_through(taken, state, items, query, wrt=weights, rule=rule)
         torch.testing.assert_close(run.wrt, eager.wrt, **close)
         torch.testing.assert_close(run.state.params, eager.state.params, **close)
@@ -603,13 +584,9 @@ def test_a_step_that_is_not_a_function_of_its_arguments_is_refused():
         ps.vjp_through(step, torch.ones(2), [0, 0, 0], torch.Tensor.sum)
 
 
-def test_a_run_of_an_ensemble_is_refused():
-    info = ps.StepInfo(*[torch.zeros(2)] * 6, ())
-    with pytest.raises(ValueError, match="found_inf is no 0-d tensor"):
-        ps.vjp_through(lambda x, item: (x, info), torch.ones(2), [0], torch.Tensor.sum)
-
-
+ENSEMBLE = ps.StepInfo(*[torch.zeros(2)] * 6, ())
 BAD = {
+    "an ensemble": ({"step": lambda x, item: (x, ENSEMBLE)}, ValueError, "found_inf is no 0-d"),
     "an iterator": ({"items": iter([1.0])}, TypeError, "list_iterator"),
     "no items": ({"items": []}, ValueError, "items is empty"),
     "no rule": ({"rule": ps.DynamicScale}, TypeError, "rule is the class DynamicScale"),

@@ -84,7 +84,7 @@ def test_donated_gradients_have_the_bits_and_the_flag_of_those_without_torchs_op
     grads[0] = torch.finfo(dtype).max  # inf over a scale below 1
     if bad is not None:
         grads[-1] = bad
-    grads = [grads[:size], grads[size:].clone()]
+    grads = [grads[:size], grads[size:].double()]
 
     def unscale():
         return ps.unscale_and_check(at(scale), [g.clone() for g in grads], donate=True)

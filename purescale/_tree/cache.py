@@ -122,9 +122,10 @@ class TreeCache(MetadataCache[TreeEntry]):
         return None
 
     def insert(self, context: CallContext, flat_trees: Sequence[FlatTree], value: Any) -> None:
-        """Keep a value for trees like these, if all leaves are dense and off every graph, in
-        containers of Python's that keep nothing of a user's alive. Trees that hold one tensor twice
-        are not kept, because their matcher never matches.
+        """Keep a value for trees like these. Left out are trees with a leaf that is None, is not
+        plain, dense and real, or has a `grad_fn`; with containers other than Python's or keys that
+        are not strings, which could keep an object of a user's alive; and with one tensor twice,
+        because their matcher never matches.
         """
         all_dense = all([tree.tensor_list.dense_without_history for tree in flat_trees])
         if not (context.reuses_plans and all_dense):

@@ -3,6 +3,7 @@ name pass; its rooms are in the order of the imports, and the files that it name
 """
 
 import importlib
+import math
 import re
 import shlex
 import shutil
@@ -210,3 +211,10 @@ def test_the_lines_that_clip_each_leaf_clip_each_leaf(monkeypatch):
     skipped, info = ps.train_step(state, [float("inf")], **settings)
     assert info.found_inf
     assert torch.equal(skipped.params["short"], params["short"])
+
+    def of_grads(grads):
+        return ps.unscale_and_step(sgd, state.scaler, grads, grads, state.opt_state).params.sum()
+
+    state = ps.init_train_state(torch.zeros(2), {}, sgd, rule)
+    in_a_skip = torch.func.grad(of_grads)(torch.tensor([math.inf, 1.0]))
+    assert torch.equal(in_a_skip, torch.ones(2))

@@ -108,7 +108,7 @@ def with_step_counted(
     return _count_iteration(counted, in_place=in_place)
 
 
-def with_skip_counted(state: Tree, *, in_place: bool) -> Tree:
+def with_iteration_counted(state: Tree, *, in_place: bool) -> Tree:
     """Return the state after a skipped step: one more iteration, and nothing else changes."""
     return map_opt_states(lambda each, _: _count_iteration(each, in_place=in_place), state)
 

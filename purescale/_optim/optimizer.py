@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import with_skip_counted
+from .._optim.opt_state import with_iteration_counted
 from .._optim.param_structure import ParamStructure
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
@@ -72,7 +72,7 @@ class FlatOptimizer:
     """An optimizer over the lists of `StepInputs`. A subclass has `init`, `compute_step` (or
     `step_or_skip`, if it can skip a step itself), and perhaps `agreed_settings`, `plan` and
     `evaluate_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` prepares the
-    step at its start, by `find_step` or `prepare_step`, and runs it at its end, by `run_step`.
+    step at its start, by `find_inputs` or `prepare_inputs`, and runs it at its end, by `run_step`.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -136,7 +136,7 @@ class FlatOptimizer:
         plan, step_settings = self.plan(inputs), self.evaluate_settings(inputs.opt_state)
         return inputs._replace(plan=plan, step_settings=step_settings)
 
-    def find_step(
+    def find_inputs(
         self, context: CallContext, trees: tuple[Tree, ...]
     ) -> tuple[list[FlatTree], StepInputs] | None:
         """Return `trees` flat (parameters, the state of the optimizer, and others), and the inputs
@@ -144,24 +144,24 @@ class FlatOptimizer:
         """
         if not (self.caches_steps and context.reuses_plans):  # Dynamo cannot make the cache
             return None
-        if (cached := self.cache.find(context, trees)) is None:
+        if (hit := self.cache.find(context, trees)) is None:
             return None
-        flat_trees, step = cached
+        flat_trees, cached = hit
         flat_params, flat_opt_state = flat_trees[:2]
         inputs = StepInputs.of_dense(
-            *(context, step.param_structure, flat_params, flat_opt_state),
-            metadata=step.leaves_metadata,
-            plan=step.plan,
+            *(context, cached.param_structure, flat_params, flat_opt_state),
+            metadata=cached.leaves_metadata,
+            plan=cached.plan,
             step_settings=self.evaluate_settings(flat_opt_state.tree),
-            all_writable=step.all_writable,
-            all_readable=step.all_readable,
+            all_writable=cached.all_writable,
+            all_readable=cached.all_readable,
         )
         return flat_trees, inputs
 
-    def prepare_step(
+    def prepare_inputs(
         self, flat_trees: list[FlatTree], inputs: StepInputs, *, reuse: bool = True
     ) -> StepInputs:
-        """Return the inputs of a step over checked trees, planned. `find_step` finds it from now
+        """Return the inputs of a step over checked trees, planned. `find_inputs` finds it from now
         on, unless `reuse` is False. `plan` refuses what does not fit.
         """
         lists = [tree.tensor_list for tree in flat_trees]
@@ -188,7 +188,7 @@ class FlatOptimizer:
         state that belongs to others.
         """
         context = current_context()
-        step = self.find_step(context, (params, opt_state, grads, *others))
+        step = self.find_inputs(context, (params, opt_state, grads, *others))
         if step is not None:
             (_, _, flat_grads, *flat_others), inputs = step
             return inputs, inputs.make_gradients(flat_grads), flat_others
@@ -197,7 +197,7 @@ class FlatOptimizer:
         # A step is found by `grads` in their own order: it is reused if that is the parameters'.
         same_order = context.reuses_plans and pytree.flatten(grads)[1] == trees[0].structure
         flat_others = list(map(FlatTree.of, others))
-        inputs = self.prepare_step([*trees, *flat_others], inputs, reuse=same_order)
+        inputs = self.prepare_inputs([*trees, *flat_others], inputs, reuse=same_order)
         return inputs, gradients, flat_others
 
     # ---- a step, run
@@ -216,11 +216,11 @@ class FlatOptimizer:
         # What a skipped, differentiable step does not use has a derivative of 0, so it is made.
         if skip is not None and (
             self.may_add_slots
-            or (not self.differentiable and inputs.context.host_can_read_off_graph([skip]))
+            or (not self.differentiable and inputs.context.host_can_read_without_graph([skip]))
         ):
             if skip:
                 with self.grad_mode(inputs.context):
-                    old = inputs.params, with_skip_counted(inputs.opt_state, in_place=in_place)
+                    old = inputs.params, with_iteration_counted(inputs.opt_state, in_place=in_place)
                     leaves, structure = pytree.flatten(old)
                     kept = select_leaves(True, leaves, leaves, in_place=in_place)
                 return inputs.as_trees(*structure.unflatten(kept))
@@ -235,24 +235,24 @@ class FlatOptimizer:
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
-        """Equal to `select(skip, (old params, with_skip_counted(old state)),
+        """Equal to `select(skip, (old params, with_iteration_counted(old state)),
         self.compute_step(inputs, grads.apply_pending(wide=self.wide_grads)))`, to rounding where a
         kernel divides by scale and clip factor at once. `skip` is None where the host knows that
         the step is applied, and if `may_add_slots`. With `in_place`, the caller guarantees that
         nobody else holds the tensors of `inputs`: they may be overwritten.
         """
         with self.grad_mode(inputs.context):
-            new = self.compute_step(inputs, self.prepare_grads(inputs, grads, skip))
+            new = self.compute_step(inputs, self.unscale_grads(inputs, grads, skip))
             if self.may_add_slots:
                 return new
-            old = inputs.params, with_skip_counted(inputs.opt_state, in_place=in_place)
+            old = inputs.params, with_iteration_counted(inputs.opt_state, in_place=in_place)
             before, after, structure = matching_leaves(old, new, "old", "new")
             if skip is None and not in_place:
                 return new
             flag = False if skip is None else skip
             return structure.unflatten(select_leaves(flag, before, after, in_place=in_place))
 
-    def prepare_grads(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> Gradients:
+    def unscale_grads(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> Gradients:
         """Return the gradients for `compute_step`: zeros in a skipped step that is differentiated,
         because `where` sends a derivative of 0 into what it does not choose, and 0 * inf is NaN.
         """
@@ -307,7 +307,7 @@ class AdaptedOptimizer(FlatOptimizer):
 
     def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
-        old = inputs.trees
+        old = inputs.local_trees
         trees = old[0], inputs.param_structure.unflatten(inputs.grads_of_params(grads)), old[1]
         stepped = self.optimizer.step(*trees)
         before, after = (old[0], stepped[0]) if self.may_add_slots else (old, stepped)

@@ -138,7 +138,7 @@ class StepInputs(NamedTuple):
         return [None if leaf is None else next(remaining) for leaf in leaves]
 
     @property
-    def trees(self) -> tuple[Tree, Tree]:
+    def local_trees(self) -> tuple[Tree, Tree]:
         """Parameters and state."""
         return self.param_structure.unflatten(self.params), self.opt_state
 
@@ -171,8 +171,8 @@ def make_step_inputs(
     flat_grads: FlatTree | None = None,
 ) -> StepInputs:
     """Return the inputs of a step over checked parameters. Refuse, naming the leaf, tensors on a
-    graph, and shards of a parameter that the optimizer needs as a whole. `grads=None` means that
-    the gradients are still to be made.
+    graph, and shards of a parameter that the optimizer needs as a whole. `flat_grads=None` means
+    that the gradients are still to be made.
     """
     lists = [
         tree.tensor_list for tree in (flat_params, flat_opt_state, flat_grads) if tree is not None

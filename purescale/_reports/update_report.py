@@ -281,7 +281,7 @@ def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tenso
     if not isinstance(optimizer, AdaptedOptimizer):
         return optimizer.step_or_skip(optimizer.with_plan_and_settings(inputs), grads)[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
-    params, opt_state = inputs.trees
+    params, opt_state = inputs.local_trees
     grad_tree = inputs.param_structure.unflatten(inputs.grads_of_params(grads))
     return inputs.param_structure.flatten_up_to(
         optimizer.optimizer.step(params, grad_tree, opt_state)[0]

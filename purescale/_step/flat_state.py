@@ -34,13 +34,13 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     """Return the flat state of a step. Refuse a state that does not fit the optimizer."""
     optimizer, context = options.optimizer, current_context()
     others = state.buffers, state.scaler, (state.step, state.rng, state.guard)
-    step = optimizer.find_step(context, (state.params, state.opt_state, *others))
+    step = optimizer.find_inputs(context, (state.params, state.opt_state, *others))
     if step is None:
         flat_params, opt_state = FlatTree.of(state.params), flatten_opt_state(state.opt_state)
         flat_trees = [flat_params, opt_state, *map(FlatTree.of, others)]
         _check(state, options, flat_params)
         inputs = make_step_inputs(optimizer, context, flat_params, opt_state)
-        step = flat_trees, optimizer.prepare_step(flat_trees, inputs)
+        step = flat_trees, optimizer.prepare_inputs(flat_trees, inputs)
     (flat_params, _, buffers, scaler, step_rng_guard), inputs = step
     control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
     if not pytree.are_tensors(control_leaves):
@@ -51,7 +51,7 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
 def _check(state: TrainState, options: TrainStepOptions, flat_params: FlatTree) -> None:
     """Refuse parameters of the wrong kind, on another device than the scale, or without order where
     they are clipped by value. A step that is found is not checked again, so a setting may refuse
-    only leaves of which no step is kept, as in `prepare_step`.
+    only leaves of which no step is kept, as in `prepare_inputs`.
     """
     check_parameters(flat_params, "state.params")
     leaves, scale = flat_params.leaves, state.scaler.scale

@@ -275,7 +275,7 @@ def _average_losses(
         loss_of_good, loss = means.unbind()
         if options.drops_microbatches:  # if all were dropped, the loss of all of them shows why
             loss = torch.where(Totals.of(totals_row).good_weight > 0, loss_of_good, loss)
-    elif len(losses) > 1 and context.host_can_read_off_graph(losses):
+    elif len(losses) > 1 and context.host_can_read_without_graph(losses):
         average = sum([loss.item() for loss in losses]) / len(losses)
         loss = torch.full((), average, dtype=dtype, device=device)
     elif len(losses) > 1:

@@ -120,7 +120,7 @@ class CallContext(NamedTuple):
     host_can_read_cpu: bool = False  # the host may read plain tensors of a CPU
     captured: bool = False  # as `captured`
 
-    def host_can_read_off_graph(self, tensors: Sequence[Tensor]) -> bool:
+    def host_can_read_without_graph(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if the host may read these tensors: plain ones of a CPU, on no graph. A fake
         tensor has no value.
         """

@@ -105,11 +105,12 @@ class KernelStep:
         for group in groups:
             members, settings = set(group.indices), group.settings
             for same_kind in param_list.indices_by_kind:
-                grad_index_of = {n: grad_indices[n] for n in same_kind if n in members}
-                indices = [n for n, index in grad_index_of.items() if index is not None]
-                present_grad_indices = [
-                    index for index in grad_index_of.values() if index is not None
-                ]
+                grad_index_of = {
+                    n: index
+                    for n in same_kind
+                    if n in members and (index := grad_indices[n]) is not None
+                }
+                indices = list(grad_index_of)
                 if not indices:
                     continue
                 param_and_slot_indices = [indices]
@@ -122,7 +123,12 @@ class KernelStep:
                 pick, function = _picker(param_and_slot_indices), self.kernel.bind(settings)
                 launches.append(
                     LaunchPlan(
-                        group, param_and_slot_indices, counts, present_grad_indices, pick, function
+                        group,
+                        param_and_slot_indices,
+                        count_indices=counts,
+                        grad_indices=list(grad_index_of.values()),
+                        pick=pick,
+                        function=function,
                     )
                 )
         return launches
@@ -165,12 +171,12 @@ class KernelStep:
         # what raises, for want of memory, counts nothing.
         applied = state.applied + (1 if skip is None else ~skip)
         are_alike = inputs.param_list.shares_metadata(grads.tensor_list)
-        counted = list(leaves)
+        leaves_to_read = list(leaves)
         for launch in plan.launches:
-            add_to_counts(counted, launch.count_indices, skip)
+            add_to_counts(leaves_to_read, launch.count_indices, skip)
         calls = self.make_calls(
             plan.launches,
-            counted,
+            leaves_to_read,
             applied,
             grads,
             step_settings,

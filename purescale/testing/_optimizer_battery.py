@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import with_skip_counted
+from .._optim.opt_state import with_iteration_counted
 from .._optim.optimizer import Optimizer
 from .._step.unscale_and_step import maybe_step
 from .._torch.tracing import as_on_an_accelerator
@@ -212,7 +212,7 @@ class _OptimizerBattery(Battery):
 
     def found_inf(self) -> None:
         params, grads, state = self.calls[-1]
-        old = params, with_skip_counted(state, in_place=False)
+        old = params, with_iteration_counted(state, in_place=False)
         for value in (torch.inf, torch.nan):
             bad = pytree.map(lambda g, value=value: torch.full_like(g, value), grads)
             what = "params and state as they were"

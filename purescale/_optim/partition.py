@@ -159,9 +159,8 @@ class PartitionOptimizer(FlatOptimizer):
             return grads.picked(param_indices)
         indices = [inputs.param_structure.grad_indices[index] for index in param_indices]
         tensors = [grads.tensors[index] for index in indices if index is not None]
-        templates = [
-            grads.templates[inputs.param_structure.leaf_indices[index]] for index in param_indices
-        ]
+        leaf_indices = inputs.param_structure.leaf_indices
+        templates = [grads.templates[leaf_indices[index]] for index in param_indices]
         picked = grads._replace(tensor_list=TensorList(tensors), templates=templates)
         if not any_dtensor(templates):
             return picked
@@ -170,10 +169,8 @@ class PartitionOptimizer(FlatOptimizer):
 
     def evaluate_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of each part, by key."""
-        return {
-            key: each.evaluate_settings(opt_state[key])
-            for key, each in self.flat_optimizers.items()
-        }
+        parts = self.flat_optimizers.items()
+        return {key: part.evaluate_settings(opt_state[key]) for key, part in parts}
 
     def step_or_skip(
         self,

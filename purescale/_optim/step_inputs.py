@@ -174,9 +174,8 @@ def make_step_inputs(
     graph, and shards of a parameter that the optimizer needs as a whole. `flat_grads=None` means
     that the gradients are still to be made.
     """
-    lists = [
-        tree.tensor_list for tree in (flat_params, flat_opt_state, flat_grads) if tree is not None
-    ]
+    flat_trees = flat_params, flat_opt_state, flat_grads
+    lists = [tree.tensor_list for tree in flat_trees if tree is not None]
     dense_without_history = all([some.dense_without_history for some in lists])
     grad_leaves = [] if flat_grads is None else flat_grads.leaves
     if not optimizer.differentiable:

@@ -178,11 +178,7 @@ def train_step(
         weights = weigh_microbatches(options, microbatches, flat_state.scaler.tree.scale)
         return flat_state, options, weights
 
-    if group is None:
-        prepared = prepare_call(None)
-    else:
-        prepared = prepare_on_all_ranks(group, prepare_call, state)
-    return _run_stages(*prepared, microbatches)
+    return _run_stages(*prepare_on_all_ranks(group, prepare_call, state), microbatches)
 
 
 def _run_stages(
@@ -214,9 +210,8 @@ def _run_stages(
     measured = run_with_retries(options, flat_state, run_window)
     window, stats = measured.window, measured.stats
     scale = measured.flat_scaler.tree.scale.clone()  # `assemble_state` may write into it
-    guard_state, guard_rejects = call_guard(
-        options.guard, flat_state.train_state.guard, window, stats
-    )
+    guard_state = flat_state.train_state.guard
+    guard_state, guard_rejects = call_guard(options.guard, guard_state, window, stats)
     decision = decide(stats, options.clip, window.grads, measured.flags, guard_rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     control = advance_control(options, flat_state, measured, decision, guard_state)

@@ -16,6 +16,7 @@ from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.decide import decide
 from .._step.memory import MayWrite, decide_writes_by_hand
 from .._torch.autocast import outside_autocast
+from .._tree import pytree
 from .._tree.gradients import Pending
 from .._tree.hints import document_fields, hint_keywords
 from .._tree.poison import donates
@@ -173,8 +174,7 @@ def unscale_and_step(
         refuse_complex(params, grads.templates, "grads")
     may_write = MayWrite()
     if donate:
-        of_scaler = [leaf for leaf in flat_scaler.leaves if isinstance(leaf, Tensor)]
-        read_only = [*of_scaler, *clip.tensor_bounds]
+        read_only = [*pytree.all_tensors(flat_scaler.leaves), *clip.tensor_bounds]
         may_write = decide_writes_by_hand(flat_optimizer, inputs, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.
     owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())

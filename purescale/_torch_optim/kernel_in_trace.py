@@ -54,9 +54,8 @@ class _KernelStepInTrace(KernelStep):
         """
         if not super().supports_step(inputs, grads, skip):
             return False
-        numbers = [
-            value for settings in inputs.step_settings.dicts() for value in settings.values()
-        ]
+        dicts = inputs.step_settings.dicts()
+        numbers = [number for settings in dicts for number in settings.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
         slots = values_of(slot_lists_of(inputs.opt_state, inputs.param_structure))
         return may_be_opaque(inputs.params, grads.tensors, slots, scalars)
@@ -195,9 +194,8 @@ def _update_targets(
         for key, number in zip(kernel.setting_names, others, strict=True)
     }
     settings["lr"] = lr_number if lr is None else lr
-    columns = iter(
-        [list(targets[at : at + num_params]) for at in range(0, len(targets), num_params)]
-    )
+    starts = range(0, len(targets), num_params)
+    columns = iter([list(targets[start : start + num_params]) for start in starts])
     params = next(columns)
     slots = [
         next(columns) if not setting or settings[setting] else []

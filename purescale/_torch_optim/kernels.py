@@ -133,12 +133,9 @@ class ForLoopKernel:
 
     def supports_tensors(self, param_list: TensorList, context: CallContext) -> bool:
         """Return True if it may step these parameters in place of the formula."""
-        readable = (
-            context.host_can_read_cpu
-            and param_list.are_on_cpu
-            and are_comparable(param_list.tensors)
-        )
-        return readable and param_list.dtypes <= _FULL_PRECISION
+        readable = context.host_can_read_cpu and param_list.are_on_cpu
+        full_precision = param_list.dtypes <= _FULL_PRECISION
+        return readable and full_precision and are_comparable(param_list.tensors)
 
     def bind(self, settings: Settings) -> Callable[..., None]:
         """Return the function with these settings."""

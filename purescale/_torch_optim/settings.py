@@ -153,13 +153,9 @@ class OptimizerConfig:
         ]
         self.no_step_settings = StepSettings({}, [{} for _ in self.by_override])
         all_configured = self.for_all, *self.by_override
-        self.has_schedules = any([configured.schedules for configured in all_configured])
-        tensors = [
-            v
-            for configured in all_configured
-            for v in configured.values.values()
-            if isinstance(v, Tensor)
-        ]
+        self.has_schedules = any([each.schedules for each in all_configured])
+        all_values = [value for each in all_configured for value in each.values.values()]
+        tensors = [value for value in all_values if isinstance(value, Tensor)]
         self.settings_are_constant = not (self.has_schedules or self.in_state or tensors)
         # Momentum in the state may become nonzero later, so its buffer exists while it is 0.
         self.nonzero_for_slots = dict.fromkeys({"momentum", "dampening"} & {*self.in_state}, 0.5)
@@ -190,8 +186,8 @@ class OptimizerConfig:
         """
         all_configured = self.for_all, *self.by_override
         return [
-            {**self.for_all.values, **configured.values, **self.nonzero_for_slots}
-            for configured in all_configured
+            {**self.for_all.values, **each.values, **self.nonzero_for_slots}
+            for each in all_configured
         ]
 
     def build_param_groups(

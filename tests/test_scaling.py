@@ -110,6 +110,47 @@ def test_torchs_operator_unscales_where_its_product_is_exact(scale, is_used, mon
     assert len(calls) == is_used
 
 
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(None, 2.0), (0.5, 2.0), (0.5, 3.0)])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_has_the_derivative_of_torch_func_with_respect_to_the_scale(
+    donate, max_norm, norm_type
+):
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.5, differentiable=True)
+
+    def stepped(scale, donate=False):
+        params, grads = torch.ones(5), torch.arange(5.0)
+        scaler = at(1.0)._replace(scale=scale)
+        clip = {"max_norm": max_norm, "norm_type": norm_type}
+        new = ps.unscale_and_step(
+            sgd, scaler, params, grads, sgd.init(params), donate=donate, **clip
+        )
+        return new.params.square().sum()
+
+    scale = torch.tensor(4.0, requires_grad=True)
+    [derivative] = torch.autograd.grad(stepped(scale, donate), scale)
+    torch.testing.assert_close(derivative, torch.func.grad(stepped)(scale.detach()))
+
+
+def test_unscaling_donated_gradients_has_a_derivative_with_respect_to_the_scale():
+    scale = torch.tensor(4.0, requires_grad=True)
+    unscaled, _ = ps.unscale_and_check(at(1.0)._replace(scale=scale), torch.ones(5), donate=True)
+    assert torch.autograd.grad(unscaled.sum(), scale) == (-5 / 16,)
+
+
+@pytest.mark.parametrize("wrap", [ps.with_master_weights, ps.with_stochastic_rounding])
+def test_donated_half_gradients_below_the_range_of_bfloat16_reach_masters(wrap):
+    optimizer = wrap(ps.from_torch(torch.optim.SGD, lr=2.0**126, momentum=0.9))
+    params = torch.zeros(5, dtype=torch.bfloat16)
+
+    def step(donate):
+        grads = torch.full((5,), 1.2734375 * 2.0**-112, dtype=torch.bfloat16)
+        state = optimizer.init(params)
+        copy = params.clone()
+        return ps.unscale_and_step(optimizer, at(2.0**16), copy, grads, state, donate=donate)
+
+    assert same_bits(step(donate=True), step(donate=False))
+
+
 @pytest.mark.parametrize("scale", [4.0, 3.0])
 def test_a_write_into_donated_gradients_is_counted(scale):
     grads = [torch.ones(5), torch.ones(())]

@@ -21,7 +21,7 @@ from .._distributed.process_group import (
     num_replicas,
 )
 from .._torch import dtensor, private
-from .._torch.dtypes import cast_saturating, widest_float
+from .._torch.dtypes import HALF, cast_saturating, widest_float
 from .._torch.list_stats import LocalStats, local_stats, norm_of_norms, norm_on_host
 from .._torch.tracing import host_can_read, is_on_a_graph
 from .._tree.gradients import NOTHING_PENDING, Gradients
@@ -159,9 +159,11 @@ def is_usable(scale: Tensor) -> Tensor:
 
 
 def _are_readable(grads: Gradients, scale: Tensor, options: StatsOptions) -> bool:
-    """Return True if the host may read the gradients and the scale."""
+    """Return True if the host may read the gradients and the scale, and no derivative goes through
+    what it reads.
+    """
     return options.all_readable or (
-        host_can_read([scale], grads.tensors) and not is_on_a_graph(grads.tensors)
+        host_can_read([scale], grads.tensors) and not is_on_a_graph([scale, *grads.tensors])
     )
 
 
@@ -176,12 +178,14 @@ def _divisor(grads: Gradients, scale: Tensor) -> Tensor:
 
 def _operator_is_exact(grads: Gradients, scale: Tensor) -> bool:
     """Return True if torch's operator of GradScaler unscales with the bits of a division, and sees
-    all overflows: it multiplies by the inverse, and looks at the gradients before.
+    all overflows: it multiplies by the inverse, and looks at the gradients before. Half gradients
+    may be divided in float32.
     """
     if grads.pending.divisor is None or not private.unscale_and_check_:
         return False
     tensor_list = grads.tensor_list
-    if grads.are_sharded or torch.float16 in tensor_list.dtypes or not tensor_list.num_elements:
+    full_precision = tensor_list.dtypes.isdisjoint(HALF)
+    if grads.are_sharded or not (full_precision and tensor_list.num_elements):
         return False
     number, is_float32 = scale.item(), scale.dtype is torch.float32
     is_power_of_two = math.frexp(number)[0] == 0.5

@@ -131,7 +131,7 @@ def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | N
     p = None if norm_type == math.inf else norm_type
     stats: list[Tensor] = []  # the largest magnitude of each dtype, then the norm
     if present:
-        if can_use_foreach(present):
+        if can_use_foreach([*present, divisor]):
             with torch.no_grad():
                 stats = _list_stats(present, divisor, dtypes, p)
         else:

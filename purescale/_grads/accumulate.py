@@ -10,9 +10,10 @@ from torch import Tensor
 from .._grads.measure import measure
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
+from .._torch.donation import can_write_each
 from .._torch.dtypes import real_dtype, to_device, wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
-from .._torch.tracing import host_can_read, is_on_a_graph
+from .._torch.tracing import host_can_decide
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.hints import document_fields
@@ -158,7 +159,7 @@ def accumulate_grads(
         bad = measure(new, one).overflow
     else:
         bad = as_flag(found_inf, like=accum.weight)
-    in_place = donate and means.owned_unless_shared([*new.tensors, *accum[1:]]).owned
+    in_place = donate and can_write_each([means.tensor_list], [*new.tensors, *accum[1:]])[0]
     added = add_microbatch(
         accum._replace(grads=means.tensors), new, checked_weight, bad, in_place=in_place
     )
@@ -171,9 +172,8 @@ def add_microbatch(
     """`accumulate_grads` for lists of dense, real tensors: merge a window of one microbatch, whose
     gradients may still be scaled. Where the host can read that it is good, in few operators.
     """
-    numbers, tensors = [*accum[1:], weight, bad], [*accum.grads, *new.tensors]
-    readable = host_can_read(numbers, tensors) and not is_on_a_graph([*numbers, *tensors])
-    if readable and not bad and accum.bad_weight.dtype is weight.dtype:
+    decides = host_can_decide([*accum[1:], weight, bad], accum.grads, new.tensors)
+    if decides and not bad and accum.bad_weight.dtype is weight.dtype:
         number, before, num_good = weight.item(), accum.weight.item(), accum.num_good.item()
         if 0 < number <= _HEAVIEST and before >= 0:
             share = number / (before + number)
@@ -317,7 +317,7 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     why = "The halves of one window must belong to the same params."
     leaves, others, structure = matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
     means, new = as_gradients(leaves), as_gradients(others)
-    in_place = donate and means.owned_unless_shared([*new.tensors, *a[1:], *b[1:]]).owned
+    in_place = donate and can_write_each([means.tensor_list], [*new.tensors, *a[1:], *b[1:]])[0]
     lists = AccumState(means.tensors, *a[1:]), AccumState(new.tensors, *b[1:])
     merged = _merged(*lists, in_place=in_place)
     return AccumState(structure.unflatten(means.as_leaves(merged.grads)), *merged[1:])

@@ -23,7 +23,7 @@ from .._distributed.process_group import (
 from .._torch import dtensor, private
 from .._torch.dtypes import HALF, cast_saturating, widest_float
 from .._torch.list_stats import LocalStats, local_stats, norm_of_norms, norm_on_host
-from .._torch.tracing import host_can_read, is_on_a_graph
+from .._torch.tracing import host_can_decide
 from .._tree.gradients import NOTHING_PENDING, Gradients
 
 
@@ -69,7 +69,7 @@ def measure(grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ON
     On an accelerator and in a trace nothing is read. On a CPU the 2-norm is read, and the exact way
     is taken if it tells too little.
     """
-    if _are_readable(grads, scale, options):
+    if options.all_readable or host_can_decide([scale], grads.tensors):
         stats = _stats_from_norm(grads, scale, options)
         if stats is not None:
             return stats
@@ -82,8 +82,12 @@ def measure_and_unscale(
     """Return `measure(grads, scale, options), grads`. The division by `scale`, which is pending, is
     applied if it takes no pass of its own: to owned gradients of which only the overflow is asked.
     """
-    in_place = options.only_overflow and grads.owned and _are_readable(grads, scale, options)
-    if not (in_place and _operator_is_exact(grads, scale)):
+    if not (
+        options.only_overflow
+        and grads.owned
+        and (options.all_readable or host_can_decide([scale], grads.tensors))
+        and _operator_is_exact(grads, scale)
+    ):
         return measure(grads, scale, options), grads
     flag = scale.new_zeros(())
     private.unscale_and_check_(grads.tensors, flag, scale.reciprocal())
@@ -156,15 +160,6 @@ def is_usable(scale: Tensor) -> Tensor:
     turn garbage into finite numbers.
     """
     return (scale > 0) & (scale < math.inf)
-
-
-def _are_readable(grads: Gradients, scale: Tensor, options: StatsOptions) -> bool:
-    """Return True if the host may read the gradients and the scale, and no derivative goes through
-    what it reads.
-    """
-    return options.all_readable or (
-        host_can_read([scale], grads.tensors) and not is_on_a_graph([scale, *grads.tensors])
-    )
 
 
 def _divisor(grads: Gradients, scale: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from .._torch.private import listops
 from .._torch.tracing import (
     PLAIN_OR_FAKE,
     PLAIN_TYPES,
+    host_can_decide,
     host_can_read,
     is_on_a_graph,
     traced,
@@ -355,7 +356,7 @@ def where(
     `in_place`. An accelerator needs few operators for any number of small tensors. On a CPU the
     flag is read, and what it chooses is copied.
     """
-    if host_can_read([skip], old, new) and not is_on_a_graph([*old, *new]):
+    if host_can_decide([skip], old, new):
         if not in_place:
             return detach_and_clone(old if skip else new)
         if not skip:

@@ -10,6 +10,7 @@ may_be_opaque         one operator may stand for a pass over many tensors, in a 
 whole_graph           a graph of torch.autograd must not end;  refuse_graph_end: where it would
 current_context       some of these at the start of a step, which carries the answers
 captured              inside of a function of `capture`, whose operators may be replayed
+host_can_decide       by what is read: no graph of torch.autograd would miss it
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
 can_use_native_kernels            an operator with kernels for a CPU and CUDA alone may take them
 """
@@ -17,6 +18,7 @@ can_use_native_kernels            an operator with kernels for a CPU and CUDA al
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import sys
 from collections.abc import Iterator, Sequence
@@ -196,6 +198,13 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     if _as_an_accelerator or traced_or_recorded():
         return False
     return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
+
+
+def host_can_decide(*lists: Sequence[Tensor]) -> bool:
+    """Return True if `host_can_read` these tensors, and torch.autograd records no operator on them:
+    what they decide may be decided in Python.
+    """
+    return host_can_read(*lists) and not is_on_a_graph(list(itertools.chain(*lists)))
 
 
 def can_use_native_kernels(*tensors: Tensor) -> bool:

@@ -162,7 +162,7 @@ def _rank(rank: int, port: int, body: Any, count: int, patience: float) -> None:
 
 
 def on_all_ranks(value: Any) -> list[Any]:
-    """What each rank holds."""
+    """The value of each rank."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, value)
     return told

@@ -352,7 +352,7 @@ class Unset:
 
 
 class Own:
-    """An optimizer of a user, with what is no setting beside what is one."""
+    """An optimizer of a user, with a setting and an attribute that is not a setting."""
 
     def __init__(self, lr, name):
         self.lr, self.me = lr, self
@@ -439,7 +439,7 @@ SAME = {
     "1 and 1.0": (ps.StaticScale(8), ps.StaticScale(8.0)),
     "a default that is named": (from_torch(optim.SGD, momentum=0, lr=1e-3), from_torch(optim.SGD)),
     "orders of a set": (frozenset("abc"), frozenset("cba")),
-    "what is no setting": (Own(0.1, "rank 0"), Own(0.1, "rank 1")),
+    "not a setting": (Own(0.1, "rank 0"), Own(0.1, "rank 1")),
     # their values are told if they are the fields of an object or of a partial
     "functions of one qualified name": (schedule(1), schedule(2)),
     "a function that was compiled": (torch.compile(decayed), decayed),

@@ -85,7 +85,7 @@ guards = st.builds(
 
 
 @given(guards, st.lists(st.tuples(losses, losses | st.none()), max_size=40))
-@example(GUARD, [(2.0, None)] * 10 + [(2.0000002, None), (2.1, None)])  # rounding is no spike
+@example(GUARD, [(2.0, None)] * 10 + [(2.0000002, None), (2.1, None)])  # rounding is not a spike
 @example(PATIENT, [*[(2.0, None)] * 6, *[(9.0, None), (0.0, None), (nan, None)] * 4, (9.0, None)])
 @example(PATIENT, [*[(2.0, None)] * 6, *[(inf, None)] * 5, (2.0, None), (inf, None)])
 def test_it_rejects_what_is_sigma_deviations_above_what_was_learnt(guard, run):

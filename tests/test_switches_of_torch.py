@@ -1,4 +1,4 @@
-"""What the package makes and computes does not follow what a caller has switched in torch: the
+"""The results of the package do not follow what a caller has switched in torch: the
 default dtype, the default device, autocast. Inside of autocast only the loss is computed under it.
 """
 

@@ -59,7 +59,7 @@ def test_unscale_and_step_equals_its_parts(
         assert same_bits(out.grad_amax, largest)
     if max_norm is None or out.found_inf:
         assert same_bits(tuple(out)[:3], expected[:3])
-        # under a damaged scale a NaN whose sign is no matter
+        # under a damaged scale a NaN, whose sign does not matter
         assert same_bits(out.grad_norm, expected[3]) or not (usable or out.grad_norm.isfinite())
     else:
         assert same_bits(out.found_inf, expected[2])

@@ -28,14 +28,12 @@ Prepared: TypeAlias = tuple[FlatState, TrainStepOptions, MicrobatchWeights]
 
 
 def prepare_on_all_ranks(
-    group: Group | None, prepare: Callable[[Group | None], Prepared], state: Any
+    group: Group, prepare: Callable[[Group | None], Prepared], state: Any
 ) -> Prepared:
     """Return the result of `prepare(group)`, where the group of a single rank becomes None. If the
     ranks meet on a CPU, an error or a difference on one rank raises on every rank; otherwise
     nothing is compared.
     """
-    if group is None:
-        return prepare(None)
     group = as_group(group)
     several = dist.get_world_size(group) > 1
 

@@ -178,7 +178,11 @@ def train_step(
         weights = weigh_microbatches(options, microbatches, flat_state.scaler.tree.scale)
         return flat_state, options, weights
 
-    return _run_stages(*prepare_on_all_ranks(group, prepare_call, state), microbatches)
+    if group is None:
+        prepared = prepare_call(None)
+    else:
+        prepared = prepare_on_all_ranks(group, prepare_call, state)
+    return _run_stages(*prepared, microbatches)
 
 
 def _run_stages(

@@ -221,7 +221,7 @@ def probe_scales(
         flat,
         ParamStructure.of(flat),
         FlatTree.of(buffers),
-        FlatTree.of(one),
+        one.scale,
         loss_fn,
         current_context(),
     )

@@ -6,14 +6,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
-
 from .._grads.clip import refuse_complex
 from .._loss_scale.scaling import check_scale
 from .._optim.step_inputs import StepInputs, flatten_opt_state, make_step_inputs
 from .._step.train_state import TrainState, TrainStepOptions
 from .._torch.tracing import current_context
-from .._tree import pytree
 from .._tree.matching import check_parameters
 from .._tree.pytree import FlatTree
 
@@ -24,16 +21,14 @@ class FlatState(NamedTuple):
     train_state: TrainState
     params: FlatTree
     buffers: FlatTree
-    scaler: FlatTree
-    step_rng_guard: FlatTree  # of the three as a tuple
-    control_leaves: list[Tensor]  # the tensors of scaler, step count, generator and guard
+    control: FlatTree  # scaler, step count, generator and guard, as a tuple
     inputs: StepInputs
 
 
 def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     """Return the flat state of a step. Refuse a state that does not fit the optimizer."""
     optimizer, context = options.optimizer, current_context()
-    others = state.buffers, state.scaler, (state.step, state.rng, state.guard)
+    others = state.buffers, (state.scaler, state.step, state.rng, state.guard)
     step = optimizer.find_inputs(context, (state.params, state.opt_state, *others))
     if step is None:
         flat_params, opt_state = FlatTree.of(state.params), flatten_opt_state(state.opt_state)
@@ -41,11 +36,8 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
         _check(state, options, flat_params)
         inputs = make_step_inputs(optimizer, context, flat_params, opt_state)
         step = flat_trees, optimizer.prepare_inputs(flat_trees, inputs)
-    (flat_params, _, buffers, scaler, step_rng_guard), inputs = step
-    control_leaves = [*scaler.leaves, *step_rng_guard.leaves]
-    if not pytree.are_tensors(control_leaves):
-        control_leaves = pytree.all_tensors(control_leaves)
-    return FlatState(state, flat_params, buffers, scaler, step_rng_guard, control_leaves, inputs)
+    (flat_params, _, buffers, control), inputs = step
+    return FlatState(state, flat_params, buffers, control, inputs)
 
 
 def _check(state: TrainState, options: TrainStepOptions, flat_params: FlatTree) -> None:

@@ -73,14 +73,14 @@ class ForwardBackward:
         flat_params: FlatTree,
         param_structure: ParamStructure,
         flat_buffers: FlatTree,
-        flat_scaler: FlatTree,
+        scale: Tensor,
         loss_fn: LossFn,
         context: CallContext,
         pointers: Set[int | None] | None = None,
         *,
         differentiable: bool = False,
     ) -> None:
-        self.scale, self.loss_fn, self.flat_buffers = flat_scaler.tree.scale, loss_fn, flat_buffers
+        self.scale, self.loss_fn, self.flat_buffers = scale, loss_fn, flat_buffers
         self.flat_params, self.param_structure = flat_params, param_structure
         self.present_params = param_structure.pick_present(flat_params.leaves)
         is_dense = flat_params.tensor_list.dense_without_history
@@ -92,8 +92,7 @@ class ForwardBackward:
         if not context.reuses_plans and self.off_graph:
             refuse_graph_end()
         self.pointers = pointers if self.off_graph else None
-        all_normal = is_dense and flat_scaler.tensor_list.dense_without_history
-        if not (self.uses_torch_func or all_normal):
+        if not (self.uses_torch_func or (is_dense and not scale.is_inference())):
             *self.present_params, self.scale = _normal_tensors([*self.present_params, self.scale])
 
     def __call__(

@@ -46,7 +46,7 @@ def decide_writes(
     batch = pytree.all_tensors(list(microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
     if donate and inputs.all_writable:
-        others = [*flat_state.buffers.leaves, *flat_state.control_leaves]
+        others = [*flat_state.buffers.leaves, *flat_state.control.leaves]
         tensors = [*_params_and_state(inputs).tensors, *others]
         pointers = [storage_pointers(tensors), storage_pointers(read_only)]
         if share_no_memory(*pointers):
@@ -57,10 +57,11 @@ def decide_writes(
     if not buffers.dense_without_history:
         buffers = TensorList([leaf for leaf in buffers.tensors if not is_constant(leaf)])
     lists = [replaced, buffers]
+    control = pytree.all_tensors(flat_state.control.leaves)
     if donate:
-        lists.append(TensorList(flat_state.control_leaves))
+        lists.append(TensorList(control))
     else:
-        read_only += flat_state.control_leaves
+        read_only += control
     pointers = pointers_of_each([*[tensor_list.tensors for tensor_list in lists], read_only])
     memory = ArgumentMemory.of(pointers, batch)
     if memory.pointers is not None and not flat_state.params.tensor_list.dense_without_history:
@@ -70,9 +71,9 @@ def decide_writes(
         )
     if not donate:
         return memory, MayWrite()
-    params_and_state, buffers_too, control = can_write_each(lists, read_only, pointers)
+    params_and_state, buffers_too, control_too = can_write_each(lists, read_only, pointers)
     # A step that is captured in a CUDA graph needs both at fixed addresses, or neither.
-    return memory, MayWrite(params_and_state and control, buffers_too, control)
+    return memory, MayWrite(params_and_state and control_too, buffers_too, control_too)
 
 
 def decide_writes_by_hand(

@@ -89,6 +89,7 @@ def weigh_microbatches(
 def accumulate_microbatches(
     options: TrainStepOptions,
     flat_state: FlatState,
+    scale: Tensor,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
@@ -101,15 +102,15 @@ def accumulate_microbatches(
     buffers are still of this rank. `reduce_window` averages both; in place of the buffers
     `buffers_to_reduce`, if given.
     """
-    params, buffers, scaler = flat_state.params, flat_state.buffers, flat_state.scaler
+    params, buffers = flat_state.params, flat_state.buffers
     differentiable = options.optimizer.differentiable and is_on_a_graph(
-        pytree.all_tensors([params.leaves, buffers.leaves, scaler.leaves, microbatches])
+        pytree.all_tensors([params.leaves, buffers.leaves, scale, microbatches])
     )
     forward_backward = ForwardBackward(
         params,
         flat_state.inputs.param_structure,
         buffers,
-        scaler,
+        scale,
         options.loss_fn,
         flat_state.inputs.context,
         memory.pointers,
@@ -294,6 +295,7 @@ def _average_losses(
 def accumulate_with_pooled_statistics(
     options: TrainStepOptions,
     flat_state: FlatState,
+    scale: Tensor,
     microbatches: list[Any],
     weights: MicrobatchWeights,
     memory: ArgumentMemory,
@@ -306,7 +308,7 @@ def accumulate_with_pooled_statistics(
     if any_buffer:
         check_flat_buffers(buffers.tree)
     if not (any_buffer and layers_of(buffers.tree)):
-        return accumulate_microbatches(options, flat_state, microbatches, weights, memory)
+        return accumulate_microbatches(options, flat_state, scale, microbatches, weights, memory)
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
@@ -331,6 +333,7 @@ def accumulate_with_pooled_statistics(
     window = accumulate_microbatches(
         options_with_stats,
         flat_state._replace(buffers=buffers_and_stats),
+        scale,
         microbatches,
         weights,
         memory,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import call_rule, may_update_on_host, update_on_host
+from .._loss_scale.rules import HasScale, call_rule, may_update_on_host, update_on_host
 from .._step.decide import Decision
 from .._step.flat_state import FlatState
 from .._step.memory import MayWrite
@@ -33,7 +33,7 @@ def advance_control(
     guard_state: Tree,
 ) -> Leaves:
     """Return the leaves of the next scaler, step count, generator and guard, in the order of
-    `FlatState.control_leaves`. `guard_state` is the guard's new state. It is kept if the step is
+    `FlatState.control`. `guard_state` is the guard's new state. It is kept if the step is
     applied, or if only the guard rejected it.
     """
     guard: Leaves = []
@@ -41,7 +41,7 @@ def advance_control(
         names = "state.guard", "the state that the guard returned"
         old, new, _ = matching_leaves(flat_state.train_state.guard, guard_state, *names)
         guard = select_leaves(decision.skip & ~decision.rejected, old, new)
-    scaler = _next_scaler(options, flat_state.scaler, measured, decision)
+    scaler = _next_scaler(options, flat_state.train_state.scaler, measured, decision)
     step = flat_state.train_state.step + (1 if decision.known_applied else ~decision.skip)
     generator = [] if isinstance(measured.rng, tuple) else [measured.rng]
     return [*scaler, step, *generator, *guard]
@@ -60,15 +60,14 @@ def assemble_state(
     """
     params, opt_state = stepped
     leaves = _next_buffers(flat_state.buffers, buffers, decision, in_place=may_write.buffers)
-    if may_write.control and len(control) == len(flat_state.control_leaves):  # all are tensors
+    if may_write.control:
         control = _overwrite_control(flat_state, control)
-    num_of_scaler = len(flat_state.scaler.leaves)
-    step, rng, guard = flat_state.step_rng_guard.structure.unflatten(control[num_of_scaler:])
+    scaler, step, rng, guard = flat_state.control.structure.unflatten(control)
     return TrainState(
         params=params,
         buffers=flat_state.buffers.structure.unflatten(leaves),
         opt_state=opt_state,
-        scaler=flat_state.scaler.structure.unflatten(control[:num_of_scaler]),
+        scaler=scaler,
         step=step,
         rng=rng,
         guard=guard,
@@ -79,22 +78,23 @@ def _overwrite_control(flat_state: FlatState, new: Leaves) -> Leaves:
     """Return scaler, count, generator and guard after `new` was written into those of the state. If
     a rule or a guard returned tensors on a graph, nothing is written.
     """
+    old = flat_state.control.leaves
     if not flat_state.inputs.all_writable or any(map(_requires_grad, new)):
-        return overwrite_leaves(flat_state.control_leaves, new)
-    foreach.copy_list_(flat_state.control_leaves, new)
-    return flat_state.control_leaves
+        return overwrite_leaves(old, new)
+    foreach.copy_list_(old, new)
+    return old
 
 
 def _next_scaler(
-    options: TrainStepOptions, before: FlatTree, measured: MeasuredWindow, decision: Decision
+    options: TrainStepOptions, before: HasScale, measured: MeasuredWindow, decision: Decision
 ) -> Leaves:
     """Return the leaves of the loss scale after the step."""
-    used, overflow, rule = measured.flat_scaler.tree, decision.overflow, options.rule
+    used, overflow, rule = measured.scaler, decision.overflow, options.rule
     on_host = decision.known_applied and options.rule_traits.is_dynamic
     if on_host and may_update_on_host(used, overflow):
         return list(update_on_host(rule, used, overflow=False))  # type: ignore[arg-type]
     # If no try was finite, the scale ends as after one ordinary skip.
-    scaler = used if used is before.tree else select(overflow, before.tree, used)
+    scaler = used if used is before else select(overflow, before, used)
     found_inf, amax = overflow, None
     if options.rule_traits.takes_amax:
         found_inf, amax = _overflow_and_amax(options, measured, decision)
@@ -104,14 +104,13 @@ def _next_scaler(
         new = list(updated)
     else:
         names = "state.scaler", "the state that the rule returned"
-        new = matching_leaves(before.tree, updated, *names, flat=before)[1]
+        new = matching_leaves(before, updated, *names)[1]
     if decision.only_overflow_skips:  # no mask is needed, but a rule may return its arguments
-        arguments = pytree.tensors([*before.leaves, found_inf, amax])
+        arguments = pytree.tensors([before, found_inf, amax])
         return new if is_unaliased else copy_aliased_leaves(new, arguments)
     # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard. A
     # lower scale at which a retry was finite is kept too.
-    old = before.leaves if scaler is before.tree else pytree.flatten(scaler)[0]
-    return select_leaves(decision.skip & ~overflow, old, new)
+    return select_leaves(decision.skip & ~overflow, pytree.flatten(scaler)[0], new)
 
 
 def _overflow_and_amax(

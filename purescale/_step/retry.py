@@ -11,57 +11,53 @@ from .._grads.measure import is_usable
 from .._loss_scale.rules import HasScale, Rule, call_rule
 from .._step.flat_state import FlatState
 from .._step.random_state import Generators, run_with_rng
-from .._step.train_state import TrainStepOptions
+from .._step.train_state import TrainState, TrainStepOptions
 from .._step.window_result import MeasuredWindow
 from .._torch.dtensor import any_dtensor
-from .._tree.pytree import FlatTree
 
 # Runs the microbatches at the loss scale of this state.
-RunWindow: TypeAlias = Callable[[FlatTree], MeasuredWindow]
+RunWindow: TypeAlias = Callable[[HasScale], MeasuredWindow]
 
 
 def run_with_retries(
     options: TrainStepOptions, flat_state: FlatState, run_window: RunWindow
 ) -> MeasuredWindow:
-    """Return the result of `run_window(flat_scaler)`: with `max_retries` at the first scale at
+    """Return the result of `run_window(scaler)`: with `max_retries` at the first scale at
     which the window is finite, for which the host reads flags.
 
     If no try is finite, return the one that lost the fewest microbatches, and of those the one at
     the highest scale. All ranks of a group read the same flags, so they retry together.
     """
     if not options.max_retries:
-        return _run_once(flat_state, run_window, flat_state.scaler)
+        return _run_once(flat_state.train_state, run_window, flat_state.train_state.scaler)
     if any_dtensor(flat_state.params.leaves):
         raise ValueError(
             f"max_retries={options.max_retries} with parameters that are DTensors: ranks that "
             "disagree about a retry would deadlock. Fix: max_retries=0."
         )
     best: MeasuredWindow | None = None
-    flat_scaler, retries = flat_state.scaler, 0
-    generators = Generators.of(flat_scaler.tree.scale.device)
+    scaler, retries = flat_state.train_state.scaler, 0
+    generators = Generators.of(scaler.scale.device)
     with generators.locked():
         before = generators.states()
         while True:
-            attempt = _run_once(flat_state, run_window, flat_scaler)
+            attempt = _run_once(flat_state.train_state, run_window, scaler)
             if best is None or bool(attempt.num_overflows < best.num_overflows):
                 best = attempt
             lower = None
             if retries < options.max_retries and bool(attempt.retryable):
-                lower = backed_off(options.rule, flat_scaler.tree)
+                lower = backed_off(options.rule, scaler)
             if lower is None:
                 return best._replace(retries=retries)
-            flat_scaler, retries = FlatTree.of(lower), retries + 1
+            scaler, retries = lower, retries + 1
             generators.restore(before)
 
 
-def _run_once(
-    flat_state: FlatState, run_window: RunWindow, flat_scaler: FlatTree
-) -> MeasuredWindow:
+def _run_once(state: TrainState, run_window: RunWindow, scaler: HasScale) -> MeasuredWindow:
     """Run a window with the random numbers of the state, if it has some."""
-    if isinstance(flat_state.train_state.rng, tuple):
-        return run_window(flat_scaler)
-    device = flat_scaler.tree.scale.device
-    attempt, rng = run_with_rng(flat_state.train_state.rng, device, lambda: run_window(flat_scaler))
+    if isinstance(state.rng, tuple):
+        return run_window(scaler)
+    attempt, rng = run_with_rng(state.rng, scaler.scale.device, lambda: run_window(scaler))
     return attempt._replace(rng=rng)
 
 

@@ -12,7 +12,7 @@ from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import as_clip_settings
 from .._grads.measure import StatsOptions, measure_and_unscale
-from .._loss_scale.rules import Rule, check_rule
+from .._loss_scale.rules import HasScale, Rule, check_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.agree import prepare_on_all_ranks
 from .._step.decide import call_guard, decide
@@ -41,7 +41,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_trace_or_capture
 from .._tree.hints import hint_keywords
 from .._tree.poison import donates
-from .._tree.pytree import FlatTree, StateT, TreeT
+from .._tree.pytree import StateT, TreeT
 
 
 @hint_keywords
@@ -175,7 +175,7 @@ def train_step(
         check_options(options)
         _check_arguments(state, microbatches, options)
         flat_state = prepare_state(state, options)
-        weights = weigh_microbatches(options, microbatches, flat_state.scaler.tree.scale)
+        weights = weigh_microbatches(options, microbatches, flat_state.train_state.scaler.scale)
         return flat_state, options, weights
 
     if group is None:
@@ -202,18 +202,16 @@ def _run_stages(
     pooled = options.bn_update == "window"
     accumulate = accumulate_with_pooled_statistics if pooled else accumulate_microbatches
 
-    def run_window(flat_scaler: FlatTree) -> MeasuredWindow:
-        at_scale = flat_state._replace(scaler=flat_scaler)
-        window = accumulate(options, at_scale, microbatches, weights, memory)
+    def run_window(scaler: HasScale) -> MeasuredWindow:
+        window = accumulate(options, flat_state, scaler.scale, microbatches, weights, memory)
         window = reduce_window(window, flat_state)
-        scale = flat_scaler.tree.scale
-        stats, grads = measure_and_unscale(window.grads, scale, stats_options)
+        stats, grads = measure_and_unscale(window.grads, scaler.scale, stats_options)
         window = window._replace(grads=grads)
-        return MeasuredWindow(window, stats, window_flags(window, stats.overflow), flat_scaler)
+        return MeasuredWindow(window, stats, window_flags(window, stats.overflow), scaler)
 
     measured = run_with_retries(options, flat_state, run_window)
     window, stats = measured.window, measured.stats
-    scale = measured.flat_scaler.tree.scale.clone()  # `assemble_state` may write into it
+    scale = measured.scaler.scale.clone()  # `assemble_state` may write into it
     guard_state = flat_state.train_state.guard
     guard_state, guard_rejects = call_guard(options.guard, guard_state, window, stats)
     decision = decide(stats, options.clip, window.grads, measured.flags, guard_rejects)

@@ -107,7 +107,8 @@ def _value_and_grad(
     memory = donation.ArgumentMemory.of(donation.pointers_of_each([arguments]), batch)
     before = versions(memory.batch_tensors)
     forward_backward = ForwardBackward(
-        flat_params, param_structure, flat_buffers, flat_scaler, loss_fn, context, memory.pointers
+        *(flat_params, param_structure, flat_buffers, flat_scaler.tree.scale),
+        *(loss_fn, context, memory.pointers),
     )
     out = forward_backward(flat_buffers.leaves, microbatch)
     check_unwritten(memory.batch_tensors, before)

@@ -15,10 +15,11 @@ from .._distributed.buckets import Reduction
 from .._distributed.process_group import Group, all_reduce
 from .._grads.accumulate import is_weight
 from .._grads.measure import GradStats
+from .._loss_scale.rules import HasScale
 from .._step.train_state import TrainStepOptions
 from .._torch.dtypes import widest_float
 from .._tree.gradients import Gradients
-from .._tree.pytree import FlatTree, Leaves
+from .._tree.pytree import Leaves
 
 
 class MicrobatchWeights(NamedTuple):
@@ -85,7 +86,7 @@ class MeasuredWindow(NamedTuple):
     window: WindowResult
     stats: GradStats
     flags: WindowFlags | None  # None without totals
-    flat_scaler: FlatTree  # the state that scaled it
+    scaler: HasScale  # the state that scaled it
     rng: Any = ()  # the next state of the generator
     retries: int = 0  # how often the step ran its window again
 

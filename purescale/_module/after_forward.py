@@ -28,7 +28,6 @@ from .._torch.tracing import (
     host_can_read,
     innermost,
     is_on_a_graph,
-    under_transform,
 )
 from .._tree import pytree
 from .._tree.leaves import is_constant, versions
@@ -289,7 +288,7 @@ def _changes(before: ModelCopy, copy: ModelCopy, *, trains: bool) -> _Changes:
         if isinstance(old, _VALUES) and isinstance(new, _VALUES):
             if isinstance(new, Tensor):
                 is_own = id(old) in number_of and copy.objects[number_of[id(old)]] is new
-                if not (_are_equal(old, new) or (is_own and not any(_writes(new)))):
+                if not (_are_equal(old, new) or (is_own and not any(versions([innermost(new)])))):
                     changes.add_tensor(attribute, name)
             elif not isinstance(new, bool) and not _are_equal(old, new):
                 changes.others.append(attribute)
@@ -329,11 +328,6 @@ def _attributes(old: Any, new: Any, path: str) -> list[tuple[Any, Any, str]]:
         for key, value in vars(new).items()
         if key not in skipped
     ]
-
-
-@private.only_inlined
-def _writes(tensor: Tensor) -> list[int]:
-    return versions([innermost(tensor) if under_transform() else tensor])
 
 
 @private.only_inlined
@@ -386,7 +380,7 @@ def watch_backward(copy: ModelCopy, names: Collection[str]) -> None:
     """
     for name, (first, *_) in copy.layout.places_of_arguments:
         buffer = copy.value(first)
-        if name in names and isinstance(buffer, Tensor) and not any(_writes(buffer)):
+        if name in names and isinstance(buffer, Tensor) and not any(versions([innermost(buffer)])):
             # A detached tensor counts the same writes.
             end = weakref.ref(buffer, functools.partial(_warn_if_written, name, buffer.detach()))
             _ends[id(end)] = end
@@ -400,7 +394,7 @@ _ends: dict[int, Any] = {}
 @private.only_inlined
 def _warn_if_written(name: str, same_memory: Tensor, end: Any) -> None:
     del _ends[id(end)]
-    if any(_writes(same_memory)):
+    if any(versions([innermost(same_memory)])):
         warnings.warn(
             f"a backward of the model wrote into its buffer {name} after the call had returned the "
             "new buffers, so the write is lost. Likely cause: a backward hook that keeps a number. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,10 +74,6 @@ class CaptureBatchNorm(TorchFunctionMode):
         self.calls: list[BatchNormCall] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
 
-    def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _COPIES and len(args) > (func is Tensor.copy_):
@@ -117,7 +113,8 @@ class CaptureBatchNorm(TorchFunctionMode):
             running = a.running_mean, a.running_var
             return _normalized(a.input, affine, running, a.training, a.momentum, a.eps)
         mean, var = torch.zeros_like(a.running_mean), torch.zeros_like(a.running_var)
-        out = _normalized_by_batch(a.input, affine, mean, var, a.eps)
+        # Into zeros: with a momentum of 1 the kernel stores the statistics at no extra cost.
+        out = _normalized(a.input, affine, (mean, var), True, 1.0, a.eps)
         for average, new in ((a.running_mean, mean), (a.running_var, var)):
             average.mul_(1 - a.momentum).add_(new * a.momentum)
         values = a.input.numel() // a.input.shape[1]
@@ -167,7 +164,7 @@ class CaptureForEval(CaptureBatchNorm):
             mean = x.detach().reshape(-1).clone()
             out = _normalized(x, affine, (mean, var), False, a.momentum, a.eps)
         else:
-            out = _normalized_by_batch(x, affine, mean, var, a.eps)
+            out = _normalized(x, affine, (mean, var), True, 1.0, a.eps)
         self.calls.append(BatchNormCall(a.running_mean, mean, var, values, a.momentum))
         return out.to(a.input.dtype)
 
@@ -180,13 +177,6 @@ def _normalized(
     return torch.ops.aten.batch_norm.default(
         x, *affine, *statistics, training, momentum, eps, torch.backends.cudnn.enabled
     )
-
-
-def _normalized_by_batch(x: Tensor, affine: Any, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """Normalise with the statistics of this batch, and write them into `mean` and `var`, which are
-    0: with a momentum of 1 the kernel stores them at no extra cost.
-    """
-    return _normalized(x, affine, (mean, var), True, 1.0, eps)
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -243,7 +243,8 @@ def probe_scales(
         if best is None and not all(flags):
             first = flags.index(False)
             high, best = part[first], [grad[first].clone() for grad in grads]
-        columns.append((overflow, *_zeros_and_errors(grads, overflow, best)))
+        reference = best or [grad[0] for grad in grads]  # of no importance: all overflow
+        columns.append((overflow, *_zeros_and_errors(grads, overflow, reference)))
         del grads
     overflow, zeros, error = (torch.cat(parts, -1).flip(-1) for parts in zip(*columns, strict=True))
     chosen.reverse()
@@ -297,24 +298,20 @@ def _gradients_at_scales(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves
     ]
 
 
-def _zeros_and_errors(
-    grads: Leaves, overflow: Tensor, best: Leaves | None
-) -> tuple[Tensor, Tensor]:
-    """Return the shares of zeros and the errors against `best`, [leaves, C] each."""
+def _zeros_and_errors(grads: Leaves, overflow: Tensor, reference: Leaves) -> tuple[Tensor, Tensor]:
+    """Return the shares of zeros and the errors against `reference`, [leaves, C] each."""
     zeros, errors = [], []
     wide = widest_float(overflow.device)  # squares of gradients underflow in float32
-    for index, grad in enumerate(grads):
-        values = explicit_values(grad).reshape(len(grad), -1)
+    for grad, best in zip(grads, reference, strict=True):
+        values, ideal = (
+            explicit_values(x).reshape(n, -1) for x, n in ((grad, len(grad)), (best, 1))
+        )
         share = (values == 0).sum(1).to(torch.float32) / max(values.shape[1], 1)
-        error = torch.full_like(share, math.inf)
-        if best is not None:
-            ideal = explicit_values(best[index]).reshape(1, -1)
-            distance, size = (
-                torch.linalg.vector_norm(rows, dim=1, dtype=wide)
-                for rows in (values - ideal, ideal)
-            )
-            # A leaf that is 0 in both has an error of 0, not NaN.
-            error = torch.where(distance == 0, 0, distance / size).to(share.dtype)
+        distance, size = (
+            torch.linalg.vector_norm(rows, dim=1, dtype=wide) for rows in (values - ideal, ideal)
+        )
+        # A leaf that is 0 in both has an error of 0, not NaN.
+        error = torch.where(distance == 0, 0, distance / size).to(share.dtype)
         zeros.append(share)
         errors.append(torch.where(overflow, math.inf, error))
     return torch.stack(zeros), torch.stack(errors)

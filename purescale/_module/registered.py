@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -138,9 +138,9 @@ def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> Tensors:
     buffers = [name for name, _ in model.named_buffers()]
     tensors: Tensors = {}
     for pattern in patterns:
-        matching = _matching(attributes, pattern)
+        matching = fnmatch.filter(attributes, pattern)
         others = [name for name in matching if not isinstance(attributes[name], Tensor)]
-        if others or not (matching or _matching(buffers, pattern)):
+        if others or not (matching or fnmatch.filter(buffers, pattern)):
             what = "nothing"
             if others:
                 what = f"{others[0]}, which is {pytree.describe_argument(attributes[others[0]])}"
@@ -154,10 +154,6 @@ def state_in_attributes(model: nn.Module, patterns: Sequence[str]) -> Tensors:
             )
         tensors |= {name: attributes[name] for name in matching}
     return tensors
-
-
-def _matching(names: Iterable[str], pattern: str) -> list[str]:
-    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
 def keys_of(container: list[Any] | dict[Any, Any]) -> list[Any]:

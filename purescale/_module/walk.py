@@ -421,8 +421,7 @@ def _check_class_attributes(
     }
     for cls in dict.fromkeys(base for _, obj in objects for base in type(obj).__mro__):
         for key, value in list(vars(cls).items()):
-            inside = isinstance(value, (dict, list, tuple))
-            for leaf in private.pytree.tree_leaves(value) if inside else [value]:
+            for leaf in private.pytree.tree_leaves(value):
                 name = live.get(id(leaf)) if leaf is value else None
                 if isinstance(leaf, Tensor):
                     name = live.get(storage_pointer(leaf) or id(leaf))

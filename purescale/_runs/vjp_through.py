@@ -87,10 +87,8 @@ class Floats(NamedTuple):
 
     def only(self, values: Sequence[Any]) -> Tree:
         """Return these floating leaves in a tree that has `()` for all others."""
-        leaves: Leaves = [()] * self.structure.num_leaves
-        for place, value in zip(self.places, values, strict=True):
-            leaves[place] = value
-        return self.structure.unflatten(leaves)
+        at = dict(zip(self.places, values, strict=True))
+        return self.structure.unflatten([at.get(x, ()) for x in range(self.structure.num_leaves)])
 
 
 def vjp_through(
@@ -327,15 +325,13 @@ class _Run(NamedTuple):
 
 
 def _read(flags: list[Any]) -> list[bool]:
-    """Return which steps were skipped, from one read."""
-    tensors = [flag for flag in flags if isinstance(flag, Tensor)]
-    if any([flag.ndim for flag in tensors]):
+    """Return which steps were skipped."""
+    if any(isinstance(flag, Tensor) and flag.ndim for flag in flags):
         raise ValueError(
             "info.found_inf is no 0-d tensor; vjp_through follows one run. Fix: for an ensemble a "
             "run for each member, `vjp_through(step, member(states, i), ...)`."
         )
-    read = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [bool(next(read)) if isinstance(flag, Tensor) else bool(flag) for flag in flags]
+    return list(map(bool, flags))
 
 
 def _check_skipped(

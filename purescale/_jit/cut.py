@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,9 +62,14 @@ def memory(node: fx.Node) -> Any:
     return value.untyped_storage()._cdata if value.layout is torch.strided else node
 
 
-def empty_like(x: Tensor) -> Tensor:
-    """Return a tensor with the strides of `x`, also where its elements share memory."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+def apart(fake: Any, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return fake tensors like these, each in memory of its own: one tensor in two places stands
+    for two inputs, and a view for an input like others. Strides stay, also where elements share
+    memory.
+    """
+    empty = torch.empty_strided
+    with fake:
+        return [empty(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors]
 
 
 def separated(module: Any, node: fx.Node, taken: set[Any]) -> fx.Node:
@@ -147,6 +152,7 @@ class _Stages:
 
     def __init__(self, module: Any, inputs: Nodes, compile: Compile) -> None:
         self._module, self._compile = module, compile
+        self._fake = inputs[0].meta["val"].fake_mode
         self._place = {node: place for place, node in enumerate(inputs)}
         self._number = len(inputs)
         self._stages: list[Stage] = []
@@ -163,7 +169,8 @@ class _Stages:
         for node in nodes:
             new[node] = graph.node_copy(node, new.__getitem__)
         graph.output([new[node] for node in outs])
-        run = self._compile(fx.GraphModule(self._module, graph), list(map(_fake_like, ins)))
+        values = [node.meta["val"] for node in ins]
+        run = self._compile(fx.GraphModule(self._module, graph), apart(self._fake, values))
         of_ins = self._getter(ins)
         self._add(lambda values: run(*of_ins(values)), dict(enumerate(outs)))
 
@@ -214,12 +221,6 @@ class _Stages:
             getters = list(map(self._getter, arg))
             return lambda values: [get(values) for get in getters]
         return lambda values: arg
-
-
-def _fake_like(node: fx.Node) -> Tensor:
-    """Return a fake tensor like a node, in memory of its own."""
-    with node.meta["val"].fake_mode:
-        return empty_like(node.meta["val"])
 
 
 # ---- results in memory of their own, or of donated inputs ----------------------------------------

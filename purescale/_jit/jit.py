@@ -90,7 +90,7 @@ class Program:
         self.run, self.results = run, results
         self.shapes = [tensor.shape for tensor in tensors]
         self.closed_over = graph.closed_over
-        self._are_like = private.metadata_guard(*graph.closed_over)
+        self.are_like = private.metadata_guard(*graph.closed_over)
         self.written = list(graph.donated.values())
         self.sources = graph.sources(len(results.places))
         written = [tensors[index] for index in self.written]
@@ -101,12 +101,6 @@ class Program:
             and set(map(type, written)) <= {Tensor}
             and not tensor_list.any_requires_grad
         )
-
-    def is_current(self) -> bool:
-        """Return True if the tensors that the function closes over still differ in values only from
-        those for which the graph was made.
-        """
-        return self._are_like(*self.closed_over)
 
     def __call__(self, tensors: list[Tensor]) -> Tree:
         """Return the results for the tensors of arguments, of which donated ones may be
@@ -165,7 +159,8 @@ class Programs:
     def lookup(self, tensors: list[Tensor], form: Any) -> Program | None:
         """Return the program for arguments of this form like these, or None."""
         programs = self._programs.matching(tensors, (form, settings_of_torch()))
-        return next(filter(Program.is_current, programs), None)
+        # What the function closes over may differ in more than values now.
+        return next((each for each in programs if each.are_like(*each.closed_over)), None)
 
     def closed_over(self) -> list[Tensor]:
         """Return the tensors that the function closes over, as views that keep their memory."""
@@ -211,10 +206,6 @@ class Jitted:
             kept = [arg for index, arg in enumerate(args) if index not in self.donate]
             poison(donated, [results, kept, program.closed_over])
         return results
-
-    def compiles(self) -> bool:
-        """Return True if a call here runs compiled code."""
-        return self.backend == "inductor" and not traced_or_recorded()
 
     def trace(self, *args: Tree) -> torch.fx.GraphModule:
         """Return the graph for these arguments: a function of their tensors, then of the tensors

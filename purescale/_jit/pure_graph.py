@@ -17,9 +17,9 @@ from torch import Tensor
 from .._jit.cut import (
     WRITE,
     Function,
+    apart,
     compiled_in_stages,
     donate_inputs,
-    empty_like,
     has_operators,
     kind,
     memory,
@@ -70,7 +70,7 @@ def trace(
             closes over.
     """
     fake = _without_values()
-    examples = _apart(fake, inputs)
+    examples = apart(fake, inputs)
     outside = _Outside(fake)
 
     def watched(*tensors: Tensor) -> Sequence[Any]:
@@ -82,8 +82,9 @@ def trace(
         if any(getattr(node.target, "namespace", "") == "c10d" for node in module.graph.nodes):
             raise _EffectError(*_RANKS)
     closed_over = _lift(module, outside, literals)
-    examples = _apart(fake, [*inputs, *closed_over])
-    module = _functional(module, examples, fake)
+    examples = apart(fake, [*inputs, *closed_over])
+    # Without writes into what the function made. The graph has the casts of the function.
+    module = outside_autocast()(_graph_of)(torch.func.functionalize(module), examples, fake)
     _check_unwritten(module, len(inputs))
     separate_results(module)
     donated = donate_inputs(module, donate)
@@ -107,20 +108,6 @@ def _graph_of(function: Function, inputs: Sequence[Tensor], fake: Any) -> Any:
 
     with fake:  # what the function makes has no values either
         return make_fx(function, _allow_non_fake_inputs=True)(*inputs)
-
-
-def _apart(fake: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return fake tensors like these, each in memory of its own: one tensor in two places stands
-    for two inputs, and a view for an input like others.
-    """
-    with fake:
-        return list(map(empty_like, tensors))
-
-
-@outside_autocast()  # the graph has the casts of the function
-def _functional(module: Any, inputs: Sequence[Tensor], fake: Any) -> Any:
-    """Return a graph without writes into what the function made."""
-    return _graph_of(torch.func.functionalize(module), inputs, fake)
 
 
 @outside_autocast()
@@ -208,9 +195,9 @@ def scanned(graph: PureGraph, inputs: Sequence[Tensor], carried: int) -> Functio
 
     number = len(inputs)
     examples = [
-        *_apart(fake, inputs[:carried]),
+        *apart(fake, inputs[:carried]),
         *map(any_number, inputs[carried:]),
-        *_apart(fake, graph.closed_over),
+        *apart(fake, graph.closed_over),
     ]
 
     def repeat(*tensors: Tensor) -> Sequence[Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._jit.jit import FlatFunction, Jitted, Program, check_arguments, form_of, resolved
 from .._jit.pure_graph import scanned, trace
+from .._torch.tracing import traced_or_recorded
 from .._tree import pytree
 from .._tree.leaves import is_constant
 from .._tree.matching import matching_leaves
@@ -62,7 +63,7 @@ def scan_steps(step: Step, state: Tree, batches: Tree) -> tuple[Tree, Tree]:
     leaves, structure = pytree.flatten(batches)
     number = _num_batches(batches, leaves)
     try:
-        if isinstance(step, Jitted) and step.compiles():
+        if isinstance(step, Jitted) and step.backend == "inductor" and not traced_or_recorded():
             stacks = [leaf for leaf in leaves if leaf is not None]
             return _in_one_graph(step, state, batches, len(stacks))
         return _in_a_loop(step, state, leaves, structure, number)

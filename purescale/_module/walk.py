@@ -291,10 +291,9 @@ class LocalSyncBatchNorm(nn.SyncBatchNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if any(getattr(mode, "local_statistics", False) for mode in private.function_modes()):
-            out: Tensor = nn.BatchNorm1d.forward(self, input)
-            return out
-        return super().forward(input)
+        is_local = any(hasattr(mode, "local_statistics") for mode in private.function_modes())
+        out: Tensor = (nn.BatchNorm1d if is_local else nn.SyncBatchNorm).forward(self, input)
+        return out
 
 
 def _is_array(obj: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,26 +33,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], first: int = 0) 
     return lines + [f"and {rest} more"] * (rest > 0)
 
 
-def read(column: Sequence[Tensor], worst: Callable[[Tensor], Tensor] = Tensor.max) -> list[float]:
+def read(column: Sequence[Tensor]) -> list[float]:
     """Read a column with one copy from the device. Syncs with the host. A stacked report gives its
-    worst value.
+    largest value.
     """
     device = column[0].device
     wide = widest_float(device)
-    return torch.stack([worst(value).to(device, wide) for value in column]).tolist()
+    return torch.stack([value.max().to(device, wide) for value in column]).tolist()
 
 
-def read_rows(rows: dict[str, Any], **worst: Callable[[Tensor], Tensor]) -> list[Row]:
-    """Read NamedTuples of tensors with one copy for each field. Syncs with the host. `worst` is as
-    for `read`, by field.
-    """
-    columns = zip(*rows.values(), strict=True)
-    fields = next(iter(rows.values()))._fields
-    numbers = [
-        read(column, worst.get(field, Tensor.max))
-        for field, column in zip(fields, columns, strict=True)
-    ]
-    return list(zip(rows, *numbers, strict=True))
+def read_rows(rows: dict[str, Any]) -> list[Row]:
+    """Read NamedTuples of tensors with one copy for each field. Syncs with the host."""
+    return list(zip(rows, *map(read, zip(*rows.values(), strict=True)), strict=True))
 
 
 def leaf_names(tree: Tree, whole: str) -> list[str]:

@@ -84,7 +84,8 @@ def _read_worst_first(rows: dict[str, UpdateRow]) -> list[Row]:
     """Read all rows, those farthest from a quality of 1 first, those without a wanted update last.
     Syncs with the host. A stacked report gives its worst values.
     """
-    unsorted = read_rows(rows, quality=_farthest_from_1)
+    worst = {n: row._replace(quality=_farthest_from_1(row.quality)) for n, row in rows.items()}
+    unsorted = read_rows(worst)
     # NaN first
     return sorted(unsorted, key=lambda row: (row[1] == row[1], -abs(row[1] - 1), -row[2], -row[3]))
 

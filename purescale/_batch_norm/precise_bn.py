@@ -101,20 +101,15 @@ def precise_bn(
     sequential = normalize == "sequential"
     first = _Pass(apply, params, buffers, sequential, loader, num_samples, call, group, progress)
     stats, order = first.over_all_batches()
-    if not sequential:
-        new = bn_stats.bn_buffers(stats, buffers, estimator, correction)
-    else:
-        new = pytree.clone(buffers)
-        final = dict(stats.layers)
-        for num_final, name in enumerate(order):
-            if num_final:
-                later = dataclasses.replace(first, buffers=new, order=order, num_final=num_final)
-                stats, _ = later.over_all_batches()
-            final[name] = stats.layers[name]
-            of_layer = stats._replace(layers={name: final[name]})
-            new = bn_stats.bn_buffers(of_layer, new, estimator, correction)
-        stats = stats._replace(layers=final)
-    _log_summary(stats, normalize)
+    final, new = dict(stats.layers), pytree.clone(buffers)
+    for num_final, names in enumerate([[name] for name in order] if sequential else [list(final)]):
+        if num_final:
+            later = dataclasses.replace(first, buffers=new, order=order, num_final=num_final)
+            stats, _ = later.over_all_batches()
+        stats = stats._replace(layers={name: stats.layers[name] for name in names})
+        final |= stats.layers
+        new = bn_stats.bn_buffers(stats, new, estimator, correction)
+    _log_summary(stats._replace(layers=final), normalize)
     return new
 
 

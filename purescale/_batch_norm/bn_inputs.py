@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,10 @@ class CaptureBatchNorm(TorchFunctionMode):
         super().__init__()
         self.calls: list[BatchNormCall] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> Self:  # torch.compile takes what torch's own returns for another object
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

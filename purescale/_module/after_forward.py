@@ -6,7 +6,6 @@ part of the forward again.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -218,25 +217,14 @@ def _weak_forward(module: nn.Module) -> Any:
 
 # ---- warnings, once each, of what a forward leaves in plain attributes ---------------------------
 
+Names = tuple[str, str]  # of an attribute, and of a tensor for state_attributes, or ""
 Bits = tuple[list[torch.Size], int] | None  # of tensors that the host can read
-NewTensors = dict[tuple[str, str], Bits]  # by the names of their attribute, as below
+# Off every graph, where no tensor was before. It is state or a cache, and a cache has the same bits
+# in another call.
+NewTensors = dict[Names, Bits]
 
 _SEQUENCES = (list, tuple, collections.deque)
 _VALUES = (Tensor, int, float, complex)
-
-
-@dataclasses.dataclass
-class _Changes:
-    """The plain attributes that a forward left with other values than it met, by name."""
-
-    tensors: list[str] = dataclasses.field(default_factory=list)  # as state_attributes names them
-    others: list[str] = dataclasses.field(default_factory=list)
-    # Off every graph, where no tensor was before. It is state or a cache, and a cache has the same
-    # bits in another call.
-    new_tensors: NewTensors = dataclasses.field(default_factory=dict)
-
-    def add_tensor(self, attribute: str, name: str) -> None:
-        (self.tensors if name else self.others).append(name or attribute)
 
 
 @private.only_inlined
@@ -253,26 +241,28 @@ def warn_of_attributes(
             were any, until the second one. All modes are removed after a warning.
     """
     first = first_calls.pop(train, {})
-    changes = _changes(recipe.make(copy.arguments), copy, trains=train)
-    for names, bits in changes.new_tensors.items():
+    changed, new_tensors = _changes(recipe.make(copy.arguments), copy, trains=train)
+    for names, bits in new_tensors.items():
         before = first.get(names)
         if bits and before and bits[0] == before[0] and bits[1] != before[1]:
-            changes.add_tensor(*names)
-    if changes.tensors or changes.others:
+            changed.append(names)
+    if changed:
         first_calls.clear()
-        warnings.warn(_describe(changes), stacklevel=4)
-    elif changes.new_tensors and not first:
-        first_calls[train] = changes.new_tensors
+        warnings.warn(_describe(changed), stacklevel=4)
+    elif new_tensors and not first:
+        first_calls[train] = new_tensors
 
 
 @private.only_inlined
-def _changes(before: ModelCopy, copy: ModelCopy, *, trains: bool) -> _Changes:
-    """Return how plain attributes differ after the forward from those of a copy that did not run.
+def _changes(before: ModelCopy, copy: ModelCopy, *, trains: bool) -> tuple[list[Names], NewTensors]:
+    """Return the plain attributes whose values after the forward differ from those of a copy that
+    did not run, and their new tensors.
 
     Left out is what holds no state: flags, such as one that a cache is full; tensors that are equal
     to those before; parameters and buffers.
     """
-    changes = _Changes()
+    changed: list[Names] = []
+    new_tensors: NewTensors = {}
     arguments = set(map(id, copy.arguments.values()))
     number_of = {id(obj): number for number, obj in enumerate(before.objects)}
     seen = set(zip(map(id, before.modules()), map(id, copy.modules()), strict=True))
@@ -289,9 +279,9 @@ def _changes(before: ModelCopy, copy: ModelCopy, *, trains: bool) -> _Changes:
             if isinstance(new, Tensor):
                 is_own = id(old) in number_of and copy.objects[number_of[id(old)]] is new
                 if not (_are_equal(old, new) or (is_own and not any(versions([innermost(new)])))):
-                    changes.add_tensor(attribute, name)
+                    changed.append((attribute, name))
             elif not isinstance(new, bool) and not _are_equal(old, new):
-                changes.others.append(attribute)
+                changed.append((attribute, ""))
             continue
         if (id(old), id(new)) in seen:
             continue
@@ -300,7 +290,7 @@ def _changes(before: ModelCopy, copy: ModelCopy, *, trains: bool) -> _Changes:
         has_names = name == attribute and type(new) in (list, dict)
         if isinstance(old, _SEQUENCES) and isinstance(new, _SEQUENCES):
             if len(old) != len(new):
-                changes.others.append(attribute)
+                changed.append((attribute, ""))
             items = [(n, *pair) for n, pair in enumerate(zip(old, new, strict=False))]
         elif isinstance(old, dict) and isinstance(new, dict):
             items = [(key, old.get(key), value) for key, value in new.items()]
@@ -309,14 +299,14 @@ def _changes(before: ModelCopy, copy: ModelCopy, *, trains: bool) -> _Changes:
             leaves = [leaf for leaf in leaves if id(leaf) not in arguments]
             names = attribute, name if isinstance(new, Tensor) else ""
             if trains and is_on_a_graph(leaves):
-                changes.add_tensor(*names)
+                changed.append(names)
             elif leaves:
-                changes.new_tensors[names] = _bits(leaves)
+                new_tensors[names] = _bits(leaves)
         elif type(old) is type(new) and hasattr(old, "__dict__"):
             waiting += [(*pair, path, "") for *pair, path in _attributes(old, new, attribute)]
         for key, *pair in items:
             waiting.append((*pair, attribute, f"{name}.{key}" if has_names else ""))
-    return changes
+    return changed, new_tensors
 
 
 @private.only_inlined
@@ -349,8 +339,9 @@ def _bits(tensors: list[Tensor]) -> Bits:
 
 
 @private.only_inlined
-def _describe(changes: _Changes) -> str:
-    tensors, others = sorted(set(changes.tensors)), sorted(set(changes.others))
+def _describe(changed: list[Names]) -> str:
+    tensors = sorted({name for _, name in changed if name})
+    others = sorted({attribute for attribute, name in changed if not name})
     cure = (
         f"state_attributes=({', '.join(map(repr, tensors[:5]))},) of make_functional makes buffers "
         "of such tensors, after `model(example_batch)` was run once"

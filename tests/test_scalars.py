@@ -16,13 +16,7 @@ from hypothesis import given
 import purescale as ps
 from purescale import interop
 
-HUGE = 10**400
-ENORMOUS = 10**5000  # which Python does not even print
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
-
-
-def _kind(number):
-    return type(number).__name__
 
 
 def grads():
@@ -62,22 +56,7 @@ def test_a_number_of_any_type_is_the_float_that_it_stands_for(name):
         assert same_bits(CALLS[name](number), CALLS[name](float(number))), repr(number)
 
 
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"accumulate_grads", "weight_fn"}))
-@pytest.mark.parametrize("number", [Fraction(HUGE, 3), ENORMOUS], ids=_kind)
-def test_a_bound_beyond_the_range_of_floats_is_no_bound(name, number):
-    assert same_bits(CALLS[name](number), CALLS[name](math.inf))
-
-
-@pytest.mark.parametrize("name", ["accumulate_grads", "weight_fn"])
-@pytest.mark.parametrize("number", [ENORMOUS, -HUGE, Fraction(HUGE, 3), math.nan], ids=_kind)
-def test_a_weight_beyond_the_range_of_floats_is_refused_in_words(name, number):
-    with pytest.raises(ValueError, match=r"a weight is finite and not negative, .* at most.*Fix:"):
-        CALLS[name](number)
-
-
-@pytest.mark.parametrize(
-    "number", [-ENORMOUS, Fraction(-HUGE, 3), 0, np.float32(0), math.nan], ids=_kind
-)
+@pytest.mark.parametrize("number", [-3, Fraction(-1, 3), 0, np.float32(0), math.nan])
 def test_a_bound_that_is_not_above_zero_is_refused_whatever_its_type(number):
     for name in CALLS.keys() - {"accumulate_grads", "weight_fn"}:
         with pytest.raises(ValueError, match="must be above 0"):
@@ -137,7 +116,7 @@ def test_a_rule_is_the_same_rule_whatever_type_its_settings_came_in(exponent, ki
 
 
 def test_a_setting_that_is_no_power_of_two_is_refused_whatever_its_type():
-    for number in (ENORMOUS, -HUGE, Fraction(1, 3)):
+    for number in (3, -2, Fraction(1, 3)):
         for name in POWERS:
             with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Fix: {name}="):
                 ps.DynamicScale(**{name: number})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -15,18 +14,14 @@ from .._torch.tracing import traced
 
 
 def as_float(value: Any) -> float | None:
-    """Return a real number of any type as a float, inf beyond its range; None for anything else,
-    such as a bool or a tensor.
+    """Return a real number of any type as a float; None for anything else, such as a bool or a
+    tensor.
     """
     if type(value) is float:
         return value
     number = _plain(value)
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        return None
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf if bool(number > 0) else -math.inf  # type: ignore[operator]
+    is_real = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    return float(number) if is_real else None
 
 
 def as_floats(values: Sequence[Any]) -> list[float] | None:
@@ -85,17 +80,10 @@ def checked_power_of_two(name: str, value: Any) -> float:
     bits of a mantissa.
     """
     number = checked_real(name, value)
-    exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
-    if not exact or not 2.0**-149 <= number <= 2.0**127:
-        usual = {"growth_factor": 2.0, "backoff_factor": 0.5}.get(name, 2.0**16)
-        near = (
-            2.0 ** min(max(round(math.log2(number)), -149), 127)
-            if math.isfinite(number) and number > 0
-            else usual
-        )
+    if not 2.0**-149 <= number <= 2.0**127 or math.frexp(number)[0] != 0.5:
         raise ValueError(
             f"{name} must be a power of two between 2**-149 and 2**127, got {short_repr(value)}: "
-            f"any other factor rounds every gradient. Fix: {name}={near!r}."
+            f"any other factor rounds every gradient. Fix: {name}=0.5 or {name}=65536.0, as fits."
         )
     return number
 
@@ -148,13 +136,9 @@ def _number_error(name: str, value: Any, kind: type[int] | type[float]) -> TypeE
             "Likely cause: a dict whose numbers were turned into tensors, or that comes from "
             f"another library. Fix: `{name}.item()`."
         )
-    fix = repr(kind(1))
-    if isinstance(value, (str, numbers.Number)):
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            fix = short_repr(kind(value))  # type: ignore[arg-type]
     return TypeError(
-        f"{name} must be {what}, got {short_repr(value)} ({type(value).__name__}). Fix: {fix}, as "
-        f"an {'int' if kind is int else 'int or a float'}."
+        f"{name} must be {what}, got {short_repr(value)} ({type(value).__name__}). Fix: an "
+        f"{'int' if kind is int else 'int or a float'}, such as {kind(1)!r}."
     )
 
 
@@ -167,13 +151,8 @@ def protocol_violation(value: Any, *methods: str) -> str:
 
 
 def short_repr(value: Any) -> str:
-    """Return `repr(value)`, shortened for an error message. Python cannot print an int of 5000
-    digits.
-    """
-    try:
-        text = repr(value)
-    except ValueError:
-        return f"a number beyond any {type(value).__name__} that can be shown"
+    """Return `repr(value)`, shortened for an error message."""
+    text = repr(value)
     return text if len(text) <= 80 else f"{text[:40]}... ({len(text)} characters)"
 
 

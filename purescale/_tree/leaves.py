@@ -257,11 +257,10 @@ def mismatch_error(a: Any, b: Any, at: str, other: str, reason: str) -> Exceptio
     """Return the error for `a` at path `at` and `b` in `other`, which fail `same_metadata`."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if is_constant(a) or is_constant(b):
-            kinds = sorted({_kind(x) for x in (a, b) if is_constant(x)})
             return TypeError(
-                f"{at} is {' and '.join(kinds)}, and another tensor in {other}. Steps do not "
-                "change such a tensor: it must come back as the same object. Fix: return what was "
-                "given, or make it dense, `.to_dense()` or `.dequantize()`."
+                f"{at} is {describe(a)}, but another tensor, {describe(b)}, in {other}. Steps do "
+                "not change what is not dense: it must come back as the same object. Fix: return "
+                "what was given, or make it dense, `.to_dense()` or `.dequantize()`."
             )
         if cause := dtensor.placement_mismatch(a, b):
             return TypeError(f"{at} {cause}")
@@ -282,9 +281,3 @@ def mismatch_error(a: Any, b: Any, at: str, other: str, reason: str) -> Exceptio
         "skipped step could keep the old value only by reading the flag. Fix: "
         "`torch.tensor(...)`."
     )
-
-
-def _kind(leaf: Any) -> str:
-    if leaf.is_quantized:
-        return f"quantized, {leaf.dtype}"
-    return "a nested tensor" if leaf.is_nested else f"of the layout {leaf.layout}"

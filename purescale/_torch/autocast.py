@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -19,26 +19,23 @@ _NAMES = ["cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "privateuseone", "
 _DEVICES = tuple(filter(torch.amp.is_autocast_available, _NAMES))
 
 
-class _Autocast(NamedTuple):
-    """The autocast dtype of one device type, and whether casts of weights are cached."""
-
-    device: str
-    dtype: torch.dtype
-    cached: bool
+# The autocast dtype of a device type, and whether casts of weights are cached.
+_Autocast: TypeAlias = tuple[str, torch.dtype, bool]
 
 
 def active_autocast() -> list[_Autocast]:
     """Return what autocast is active, of every device type."""
     if not (torch.compiler.is_dynamo_compiling() or private.any_autocast()):
         return []
-    enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
-    if not enabled:
-        return []
-    cached = torch.is_autocast_cache_enabled()
     # A device of another library has a name of its own, which `torch.autocast` wants.
     return [
-        _Autocast(torch.device(device).type, torch.get_autocast_dtype(device), cached)
-        for device in enabled
+        (
+            torch.device(device).type,
+            torch.get_autocast_dtype(device),
+            torch.is_autocast_cache_enabled(),
+        )
+        for device in _DEVICES
+        if torch.is_autocast_enabled(device)
     ]
 
 

@@ -34,12 +34,11 @@ from .._torch import private
 PLAIN_TYPES = frozenset((Tensor, nn.Parameter))  # a subclass may hold no values
 PLAIN_OR_FAKE = PLAIN_TYPES | {private.FakeTensor}
 
-# For tests: if True, a step on a CPU reads no value, as on an accelerator.
-_as_an_accelerator = False
-
 _in_jit: ContextVar[bool] = ContextVar("in_jit", default=False)  # `jit` records a graph
 _in_whole_graph: ContextVar[bool] = ContextVar("in_whole_graph", default=False)
 _captured: ContextVar[bool] = ContextVar("captured", default=False)
+# For tests: if True, a step on a CPU reads no value, as on an accelerator.
+_as_an_accelerator: ContextVar[bool] = ContextVar("as_an_accelerator", default=False)
 
 
 @contextlib.contextmanager
@@ -141,7 +140,7 @@ def current_context() -> CallContext:
     return CallContext(
         reuses_plans=not (torch.is_inference_mode_enabled() or _in_whole_graph.get()),
         in_make_fx=in_make_fx,
-        host_can_read_cpu=not (in_make_fx or _as_an_accelerator),
+        host_can_read_cpu=not (in_make_fx or _as_an_accelerator.get()),
         captured=_captured.get(),
     )
 
@@ -195,7 +194,7 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     """Return True if reading these tensors does not wait, and no graph is recorded that would miss
     what it decides: on a CPU, in eager mode, without subclasses that may hold no values.
     """
-    if _as_an_accelerator or traced_or_recorded():
+    if traced_or_recorded() or _as_an_accelerator.get():
         return False
     return all(set(map(type, x)) <= PLAIN_TYPES and all(map(_is_cpu, x)) for x in lists)
 
@@ -261,12 +260,6 @@ def refuse_in_capture(what: str, fix: str) -> None:
         raise ValueError(f"a captured step {what} Fix: {fix}")
 
 
-@contextlib.contextmanager
-def as_on_an_accelerator() -> Iterator[None]:
+def as_on_an_accelerator() -> AbstractContextManager[None]:
     """Make a step on a CPU read no value, as on an accelerator. For tests."""
-    global _as_an_accelerator
-    before, _as_an_accelerator = _as_an_accelerator, True
-    try:
-        yield
-    finally:
-        _as_an_accelerator = before
+    return true_inside(_as_an_accelerator)

@@ -38,7 +38,7 @@ class MetadataCache(Generic[ValueT]):
     def matching(self, tensors: Sequence[Tensor], key: Any) -> Iterator[ValueT]:
         """Yield the values for tensors like these and an equal key."""
         for key_of_entry, matches, value in self.entries:
-            if _are_equal(key_of_entry, key) and matches(tensors):
+            if key_of_entry == key and matches(tensors):
                 yield value
 
     def add(self, tensors: Sequence[Tensor], key: Any, value: ValueT) -> None:
@@ -60,14 +60,6 @@ class MetadataCache(Generic[ValueT]):
 
     def __len__(self) -> int:
         return len(self.entries)
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    """Return True if two keys are equal. Metadata of a user's containers may not be comparable."""
-    try:
-        return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):
-        return False
 
 
 # ---- for trees -----------------------------------------------------------------------------------

@@ -219,14 +219,9 @@ def _check_version(name: str, d: Any, expected: Tensor) -> None:
     """Refuse a dict that `to_state_dict` did not make, or that of another version."""
     version = d.get(_VERSION_KEY) if isinstance(d, Mapping) else None
     if not isinstance(version, Tensor) or kind_of(version) != kind_of(expected):
-        what = (
-            f"has the keys {pytree.join_names(list(map(repr, d)))}"
-            if isinstance(d, Mapping)
-            else f"is {kind_of(d)}"
-        )
         raise ValueError(
-            f"{name} is not a state dict of purescale: it {what}, expected {_VERSION_KEY!r} (a 0-d "
-            "int64 tensor) and 'tree'. Likely cause: the state dict of a module or a torch "
+            f"{name} is not a state dict of purescale: it is {pytree.describe_argument(d)}, "
+            f"expected {_VERSION_KEY!r} (a 0-d int64 tensor) and 'tree'. Likely cause: the state dict of a module or a torch "
             "optimizer. Fix: the dict that `to_state_dict(tree)` returned; for a torch "
             "optimizer's, `optimizer.from_state_dict(d, params)`."
         )

@@ -250,7 +250,7 @@ BIAS = ["tree", "params", "1.bias"]
         (BIAS, torch.zeros(4).to_sparse(), r"\(4,\) torch\.sparse_coo, expected .* \(4,\)\. "),
         (BIAS, torch.zeros(4, device="meta"), r"is .* \(4,\) without values, on meta, expected"),
         (["tree", 0], torch.ones(1), r"not in like: d\['tree'\]\[0\]\. "),
-        (VERSION, ..., r"d is not a state dict of purescale: it has the keys 'tree', expected 'p"),
+        (VERSION, ..., r"d is not a state dict of purescale: it is a dict of 'tree', expected 'p"),
         (VERSION, torch.tensor(1.0), "d is not a state dict of purescale"),
         (VERSION, torch.tensor(2), r"_version'\] is 2, this purescale reads version 1.*newe"),
     ],

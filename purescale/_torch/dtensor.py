@@ -14,8 +14,6 @@ from .._torch.tracing import PLAIN_TYPES
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_PLAIN_OR_NONE = PLAIN_TYPES | {type(None)}
-
 
 def dtensor_class() -> Any:
     """Return DTensor for `isinstance`. Until something imports it, which takes half as long as
@@ -31,11 +29,8 @@ def is_dtensor(leaf: Any) -> TypeGuard[DTensor]:
 
 def any_dtensor(leaves: Sequence[Any]) -> bool:
     """Return True if a leaf is a DTensor, or a parameter that is one."""
-    kinds = set(map(type, leaves))
-    if kinds <= _PLAIN_OR_NONE:
-        return False
     dtensor = dtensor_class()
-    return any([issubclass(kind, dtensor) for kind in kinds])
+    return any([issubclass(kind, dtensor) for kind in set(map(type, leaves))])
 
 
 def reduce_partial(leaf: Any) -> Any:

@@ -89,8 +89,6 @@ def versions(leaves: Collection[Any]) -> list[int]:
 
 def leaves_to_check(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
     """Return the leaves that need a check of their own, with their indices."""
-    if are_plain_dense(leaves) and are_real_floating({leaf.dtype for leaf in leaves}):
-        return []
     return [
         (index, leaf)
         for index, leaf in enumerate(leaves)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -127,54 +127,50 @@ def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | N
     overflow or vanish.
     """
     present = [tensor for tensor in tensors if tensor.numel()]
-    dtypes = list(dict.fromkeys(tensor.dtype for tensor in present))
     p = None if norm_type == math.inf else norm_type
-    stats: list[Tensor] = []  # the largest magnitude of each dtype, then the norm
-    if present:
-        if can_use_foreach([*present, divisor]):
-            with torch.no_grad():
-                stats = _list_stats(present, divisor, dtypes, p)
-        else:
-            stats = _inline_stats(present, divisor, dtypes, p)
-    amax, norms = dict(zip(dtypes, stats, strict=False)), stats[len(dtypes) :]
+    if can_use_foreach([*present, divisor]):
+        with torch.no_grad():
+            amaxes, norms = _list_stats(present, divisor, p)
+    else:
+        amaxes, norms = _inline_stats(present, divisor, p)
     if norm_type is None:
-        return LocalStats(amax, None)
+        return LocalStats(amaxes, None)
     widest = widest_float(divisor.device)
     if norm_type == math.inf:
-        norms = [(value / divisor).to(widest) for value in amax.values()]
+        norms = [(value / divisor).to(widest) for value in amaxes.values()]
     norms = norms or [torch.zeros((), dtype=widest, device=divisor.device)]
-    return LocalStats(amax, norm_of_norms(norms, norm_type))
+    return LocalStats(amaxes, norm_of_norms(norms, norm_type))
 
 
-def _inline_stats(
-    tensors: Sequence[Tensor], divisor: Tensor, dtypes: Sequence[torch.dtype], p: float | None
-) -> list[Tensor]:
-    """Return the largest magnitude of each dtype, then the norm, in plain operators. Many tensors
-    are joined: a compiler takes seconds for each dozen of reductions.
+# The largest magnitude of each dtype, and norms of parts, none if p is None.
+_AmaxesAndNorms: TypeAlias = tuple[dict[torch.dtype, Tensor], list[Tensor]]
+
+
+def _inline_stats(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> _AmaxesAndNorms:
+    """Return stats in plain operators. Many tensors are joined: a compiler takes seconds for each
+    dozen of reductions.
     """
     if len(tensors) > MAX_INLINE_LEAVES:
         kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
         tensors = [
             flattened([tensors[i] for i in group]) for group in bounded_groups(tensors, kinds)
         ]
-    by_dtype: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in dtypes}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        by_dtype[tensor.dtype].append(_at_least_float32(tensor.abs().amax()))
-    amaxes = [torch.stack(amax_of_each).amax() for amax_of_each in by_dtype.values()]
-    if p is None:
-        return amaxes
+        by_dtype.setdefault(tensor.dtype, []).append(_at_least_float32(tensor.abs().amax()))
+    amaxes = {dtype: torch.stack(each).amax() for dtype, each in by_dtype.items()}
+    if p is None or not amaxes:
+        return amaxes, []
     # In the derivative of a step that is skipped, 0 * inf would be NaN.
-    finite = torch.stack([torch.isfinite(amax) for amax in amaxes]).all()
+    finite = torch.stack([torch.isfinite(amax) for amax in amaxes.values()]).all()
     tensors = [torch.where(finite, tensor, tensor.detach()) for tensor in tensors]
-    return [*amaxes, norm_of_norms([_vector_norm(t, p, divisor) for t in tensors], p)]
+    return amaxes, [_vector_norm(tensor, p, divisor) for tensor in tensors]
 
 
-def _list_stats(
-    tensors: Sequence[Tensor], divisor: Tensor, dtypes: Sequence[torch.dtype], p: float | None
-) -> list[Tensor]:
+def _list_stats(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> _AmaxesAndNorms:
     """`_inline_stats` over lists: on an accelerator the number of operators does not grow."""
-    amaxes, norms = [], []
-    for dtype in dtypes:
+    amaxes, norms = {}, []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype is dtype]
         if is_on_accelerator(same[0]):
             same = _join_small(same)
@@ -182,10 +178,10 @@ def _list_stats(
         else:
             ends = [end for rows in _rows(same) for end in torch.aminmax(rows)]
             amax = _at_least_float32(torch.stack(ends)).abs().amax()
-        amaxes.append(amax)
+        amaxes[dtype] = amax
         if p is not None:
             norms.append(_norm_of_list(same, p, amax, divisor))
-    return amaxes if p is None else [*amaxes, norm_of_norms(norms, p)]
+    return amaxes, norms
 
 
 def _join_small(tensors: list[Tensor]) -> list[Tensor]:

@@ -222,8 +222,8 @@ def _check_version(name: str, d: Any, expected: Tensor) -> None:
         raise ValueError(
             f"{name} is not a state dict of purescale: it is {pytree.describe_argument(d)}, "
             f"expected {_VERSION_KEY!r} (a 0-d int64 tensor) and 'tree'. Likely cause: the state "
-            "dict of a module or a torch optimizer. Fix: the dict that `to_state_dict(tree)` returned; for a torch "
-            "optimizer's, `optimizer.from_state_dict(d, params)`."
+            "dict of a module or a torch optimizer. Fix: the dict that `to_state_dict(tree)` "
+            "returned; for a torch optimizer's, `optimizer.from_state_dict(d, params)`."
         )
     if int(version) != _VERSION:
         raise ValueError(

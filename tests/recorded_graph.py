@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from purescale._jit.capture import compiling_nothing
 from purescale._torch import private
 from purescale._torch.donation import storage_pointer
-from purescale._torch.reads import is_read, read_error
+from purescale._torch.reads import ReadError, is_read
 from purescale._torch.tracing import PLAIN_TYPES
 
 
@@ -56,7 +56,7 @@ class RecordedGraph(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_read(func, args, kwargs):
-            raise read_error(func)
+            raise ReadError(func.overloadpacket.__name__)
         results = func(*args, **kwargs)
         leaves = [x for x in pytree.tree_leaves((args, kwargs, results)) if isinstance(x, Tensor)]
         if not all(type(leaf) in PLAIN_TYPES for leaf in leaves):
@@ -125,7 +125,7 @@ def uses_but_for_graphs(tensor: Tensor) -> int:
 
 
 def refuse(tensor: Tensor, *args: Any) -> Any:
-    raise read_error(torch.ops.aten._local_scalar_dense.default)
+    raise ReadError("_local_scalar_dense")
 
 
 def tensors(tree: Any) -> list[Tensor]:

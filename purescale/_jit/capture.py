@@ -28,7 +28,7 @@ from .._jit.jit import (
 from .._jit.pure_graph import explained
 from .._torch import foreach, private
 from .._torch.donation import storage_pointer
-from .._torch.reads import ReadError, is_read, read_error
+from .._torch.reads import ReadError, is_read
 from .._torch.tracing import PLAIN_TYPES, captured, capturing, traced_or_recorded
 from .._tree import pytree
 from .._tree.cache import MetadataCache
@@ -134,7 +134,7 @@ def _watching(inputs: Sequence[Tensor]) -> Any:
             tensors = _tensors((args, kwargs))
             here = any([tensor.device == device for tensor in tensors])
             if here and is_read(func, args, kwargs or {}):
-                raise read_error(func)
+                raise ReadError(func.overloadpacket.__name__)
             for tensor in tensors:
                 if (pointer := storage_pointer(tensor)) not in memory:
                     memory.add(pointer)

@@ -29,7 +29,7 @@ from .._jit.cut import (
 from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import clone_list
-from .._torch.reads import NoReads, ReadError
+from .._torch.reads import NoReads
 from .._torch.tracing import PLAIN_TYPES, innermost, is_unresolved, recording_in_jit
 
 
@@ -318,8 +318,16 @@ _TENSOR_OF = (
     "makes a tensor of a list with tensors, which reads them",
     "`torch.stack([x[0], x.new_tensor(1.0)])` in place of `torch.tensor([x[0], 1.0])`",
 )
-# By words in torch's errors. Without them torch's error is raised as it is.
+_ENTRIES = (
+    "makes a sparse tensor whose number of entries depends on values",
+    "`x.to_dense()` in place of `x.coalesce()`; a step takes a sparse gradient as it is, and sums "
+    "its duplicates",
+)
+# By words in errors. Without them an error is raised as it is.
 _CAUSES = {
+    "ReadError _coalesce": _ENTRIES,
+    "ReadError _to_sparse": _ENTRIES,
+    "ReadError": _READS,
     "data-dependent": _READS,
     "DataDependent": _READS,
     "DynamicOutputShape": _SHAPE,
@@ -480,8 +488,7 @@ def _cause(error: Exception) -> Cause | None:
     if isinstance(error, _EffectError):
         return error.args
     text = f"{type(error).__name__} {error}"
-    causes = (cause for words, cause in _CAUSES.items() if words in text)
-    cause = error.cause or _READS if isinstance(error, ReadError) else next(causes, None)
+    cause = next((cause for words, cause in _CAUSES.items() if words in text), None)
     if cause is _READS and _is_from(_DISTRIBUTIONS, error):
         return _VALIDATES
     by_ranks = isinstance(error, RuntimeError) and _is_from(_RANKS_FOLDER, error)

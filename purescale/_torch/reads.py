@@ -10,13 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class ReadError(Exception):
-    """A value was read on the host inside of `NoReads`.
-
-    Attributes:
-        cause: What the function does, and the fix, where it is not that it reads a value.
-    """
-
-    cause: tuple[str, str] | None = None
+    """A value was read on the host, by this operator or method."""
 
 
 class NoReads(TorchFunctionMode):
@@ -36,32 +30,11 @@ def is_read(func: Any, args: Any, kwargs: Any) -> bool:
     if name in ("index", "index_put", "index_put_"):
         masks = (torch.bool, torch.uint8)
         return any(index is not None and index.dtype in masks for index in args[1])
-    if _counts_entries(name):
-        return name == "_coalesce" or args[0].layout is torch.strided
+    # Those that make a sparse tensor, of whose number of entries no tag speaks.
+    if name == "_coalesce" or (name.startswith("_to_sparse") and args[0].layout is torch.strided):
+        return True
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return bool(tags & set(func.tags)) and kwargs.get("output_size") is None
-
-
-def _counts_entries(name: str) -> bool:
-    """Return True for operators that make a sparse tensor: the host must know of how many entries,
-    which no tag of them says.
-    """
-    return name == "_coalesce" or name.startswith("_to_sparse")
-
-
-_ENTRIES = (
-    "makes a sparse tensor whose number of entries depends on values",
-    "`x.to_dense()` in place of `x.coalesce()`; a step takes a sparse gradient as it is, and sums "
-    "its duplicates",
-)
-
-
-def read_error(func: Any) -> ReadError:
-    """Return the error that an operator is one for which `is_read` is True."""
-    name = func.overloadpacket.__name__
-    error = ReadError(name)
-    error.cause = _ENTRIES if _counts_entries(name) else None
-    return error
 
 
 _READS = {torch.equal, torch.nonzero, torch.masked_select, torch.unique} | {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -65,13 +65,9 @@ class MetadataCache(Generic[ValueT]):
 # ---- for trees -----------------------------------------------------------------------------------
 
 
-class Node(NamedTuple):
-    """A container in a tree, below another one."""
-
-    parent: int  # by number, in the order of the nodes; 0 is the root
-    key: Any  # in the parent
-    kind: Any  # its type
-    keys: Any  # a list of the keys of a dict, in its order; else the length
+# A container in a tree, below another one: the parent by number, in the order of the nodes, where 0
+# is the root; the key in it; the type; the keys of a dict, in its order, else the length.
+Node: TypeAlias = tuple[int, Any, Any, Any]
 
 
 class TreeEntry(NamedTuple):
@@ -169,6 +165,6 @@ def _nodes_below(root: tuple[Tree, ...]) -> list[Node]:
         for key, child in items:
             if isinstance(child, (dict, tuple, list)):
                 keys = list(child) if isinstance(child, dict) else len(child)
-                nodes.append(Node(parent, key, type(child), keys))
+                nodes.append((parent, key, type(child), keys))
                 walked.append(child)
     return nodes

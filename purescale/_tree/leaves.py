@@ -111,8 +111,6 @@ def unsupported_reason(leaf: Tensor, *, sparse: bool = False) -> str:
             "is a nested tensor, whose parts differ in shape. Fix: "
             "`torch.nested.to_padded_tensor(t, 0.0)`, or a list of its parts."
         )
-    if leaf.is_quantized:
-        return f"is quantized, {leaf.dtype}. Fix: `.dequantize()`."
     if leaf.layout is not torch.strided and not (sparse and leaf.layout is torch.sparse_coo):
         also = " or sparse COO" if sparse else ""
         return f"has the layout {leaf.layout}; expected dense{also}. Fix: `.to_dense()`."

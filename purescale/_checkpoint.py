@@ -165,8 +165,14 @@ def save(path: Path, tree: Tree) -> None:
     folder = os.path.dirname(target)
     d = _to_state_dict(tree, "tree")
     for leaf_path, leaf in zip(pytree.paths(tree, "tree"), pytree.flatten(tree)[0], strict=True):
-        if leaf is not None:
-            _check_storable(leaf_path, leaf, path)
+        if leaf is not None and (type(leaf.detach()) is not Tensor or leaf.is_meta):
+            raise TypeError(
+                f"{leaf_path} is a {type(leaf).__name__}, {kind_of(leaf)}; a file holds plain "
+                "tensors, because `load` runs no code from it. Fix: for a DTensor, of which this "
+                "rank stores only a part, `torch.distributed.checkpoint.save(to_state_dict(tree), "
+                f"checkpoint_id={os.fspath(path)!r})`; for another subclass the tensors that it "
+                "wraps; for a tensor without values one that is filled."
+            )
 
     temporary = os.path.join(folder, f".purescale-{secrets.token_hex(8)}.tmp")
     try:
@@ -230,21 +236,6 @@ def _check_version(name: str, d: Any, expected: Tensor) -> None:
             f"{name}[{_VERSION_KEY!r}] is {int(version)}, this purescale reads version {_VERSION}. "
             "Likely cause: a newer purescale wrote it. Fix: `pip install .` in a newer copy of the "
             "repository."
-        )
-
-
-# ---- leaves that a file can hold -----------------------------------------------------------------
-
-
-def _check_storable(leaf_path: str, leaf: Tensor, path: Path) -> None:
-    """Refuse leaves that `load` cannot restore as plain tensors."""
-    if type(leaf.detach()) is not Tensor or leaf.is_meta:
-        raise TypeError(
-            f"{leaf_path} is a {type(leaf).__name__}, {kind_of(leaf)}; a file holds plain tensors, "
-            "because `load` runs no code from it. Fix: for a DTensor, of which this rank stores "
-            "only a part, `torch.distributed.checkpoint.save(to_state_dict(tree), "
-            f"checkpoint_id={os.fspath(path)!r})`; for another subclass the tensors that it wraps; "
-            "for a tensor without values one that is filled."
         )
 
 

@@ -91,7 +91,7 @@ class Reduction:
             with torch.no_grad():
                 if is_last_use and self._can_be_sent(index, values):
                     self.parts[index] = values.div_(divisor)
-                    self.rows[bucket] = _in_memory_order(values)
+                    self.rows[bucket] = values.as_strided((values.numel(),), (1,))  # gapless
                 else:
                     self._copy(index, values, dtype, divisor)
                 if nan is not None:
@@ -162,11 +162,6 @@ class Reduction:
             with naming_other_ranks():
                 work = dist.all_reduce(self.rows[bucket], group=self.group, async_op=True)
         self.works.append(work)
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the elements of a gapless tensor of any layout in one row."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def reduction_of(leaves: Leaves, buffers: Leaves, divisor: Any, group: Group | None) -> Reduction:

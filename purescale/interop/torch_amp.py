@@ -310,7 +310,9 @@ def give_back(
     inner, opt_state = _live_optimizer.check_innermost(state.opt_state, optimizer, torch_optimizer)
     if scheduler is not None and "lr" in inner.config.in_state:
         raise _error_of_both("lr")
-    params = _masters_or_params(state)
+    params, masters = state.params, masters_within(state.opt_state)
+    if isinstance(masters, MasterState):
+        params = master_weights(params, masters)
     loaded = _live_optimizer.state_dict_with(torch_optimizer, model, inner.config, opt_state)
     enabled = scaler if scaler is not None and scaler.is_enabled() else None
     saved = {} if enabled is None else to_state_dict(rule, state.scaler)
@@ -367,12 +369,6 @@ def _settings_from_now(
         moved = _schedulers.tabulate(scheduler, count)
     columns = zip(optimizer.param_groups, moved, strict=True)
     return [_schedulers.scheduled_settings(*column, place) for column in columns], place
-
-
-def _masters_or_params(state: TrainState) -> Any:
-    """Return the parameters, or their float32 masters if the state has them."""
-    inner = masters_within(state.opt_state)
-    return master_weights(state.params, inner) if isinstance(inner, MasterState) else state.params
 
 
 def _steps_since(

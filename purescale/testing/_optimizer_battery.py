@@ -88,10 +88,6 @@ _FACTORS = (1.0, 1e3, 1e-3)  # of gradients, between which a threshold may lie
 _SIZES = {"matrix": (4, 3), "few": (5,), "some": (33,), "many": (20, 15), "number": ()}
 
 
-def _usual() -> dict[str, Tensor]:
-    return {n: torch.linspace(-1, 2, math.prod(s)).reshape(s) for n, s in _SIZES.items()}
-
-
 def _random_gradients(params: Tree, seed: int) -> Tree:
     generator = torch.Generator().manual_seed(seed)
     return pytree.map(
@@ -113,7 +109,8 @@ class _OptimizerBattery(Battery):
 
     def __init__(self, optimizer: Any, params: Tree, quirks: Sequence[str]) -> None:
         super().__init__(optimizer, quirks)
-        self.params = _usual() if params is None else pytree.clone(params)
+        usual = {n: torch.linspace(-1, 2, math.prod(s)).reshape(s) for n, s in _SIZES.items()}
+        self.params = usual if params is None else pytree.clone(params)
         self.calls: list[tuple[Tree, Tree, Any]] = []  # the arguments of one step after another
         self.results: list[Any] = []
 

@@ -351,7 +351,7 @@ def test_stats_and_buffers_of_different_models_are_refused():
             ps.accumulate_bn_stats(wrong, apply, params, buffers, normal(4, 3))
         with pytest.raises(ValueError, match="the buffers do not belong to the stats"):
             ps.bn_buffers(wrong, buffers)
-        with pytest.raises(ValueError, match=r"b does not match a|but torch.float64 \(4,\) in b"):
+        with pytest.raises(ValueError, match=r"b does not match a|but torch.float64 \(4,\)"):
             ps.merge_bn_stats(stats, wrong)
 
 

@@ -362,9 +362,9 @@ A = {"a": ONE}
         (
             (FLAG, A, {"a": torch.ones(2)}),
             ValueError,
-            r"'\] is torch.float32 \(1,\), but torch.float32 \(2,\) in new",
+            r"'\] is torch.float32 \(1,\) on cpu, but torch.float32 \(2,\) on cpu in new",
         ),
-        ((FLAG, A, {"a": ONE.half()}), ValueError, r"torch.float16 \(1,\) in new"),
+        ((FLAG, A, {"a": ONE.half()}), ValueError, r"torch.float16 \(1,\) on cpu in new"),
         ((FLAG, {"a": 1}, {"a": True}), ValueError, r"old\['a'\] is 1, but True in new"),
         ((FLAG, A, {"a": None}), ValueError, r"old\['a'\] is .*, but None in new"),
         ((torch.tensor([True]), ONE, ONE), ValueError, "one flag decides"),

@@ -97,7 +97,7 @@ def test_with_rng_what_is_skipped_or_dropped_draws_its_numbers_too(bad, on_nonfi
 # ---- what the loss function may be
 
 
-SHAPES = r"torch.float32 \(1,\), but torch.float32 \(3,\) in new_buffers"
+SHAPES = r"torch.float32 \(1,\) on cpu, but torch.float32 \(3,\) on cpu in new_buffers"
 OF_ANOTHER_SHAPE = rf"buffers\['n'\] is {SHAPES}"
 
 

@@ -260,16 +260,11 @@ def mismatch_error(a: Any, b: Any, at: str, other: str, reason: str) -> Exceptio
             )
         if cause := dtensor.placement_mismatch(a, b):
             return TypeError(f"{at} {cause}")
-        if a.device != b.device:
-            return ValueError(
-                f"{at} is on {a.device}, but on {b.device} in {other}. {reason} "
-                f"{device_hint(b.device)}"
-            )
-        cure = f"`.to({a.dtype})` what was computed in another dtype"
+        cure = f"`.to('{a.device}', {a.dtype})`"
         if a.shape != b.shape:
             cure = f"return it in the shape {tuple(a.shape)}"
         return ValueError(
-            f"{at} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. "
+            f"{at} is {describe(a)} on {a.device}, but {describe(b)} on {b.device} in {other}. "
             f"{reason} Fix: {cure}."
         )
     return ValueError(

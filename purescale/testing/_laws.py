@@ -191,7 +191,8 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     reads: list[str] = []
     # On a CPU a kernel may read, which does not wait. Here all run as on an accelerator.
-    with tracing.as_on_an_accelerator(), _dispatched(reads), _Called(reads):
+    dispatched, called = _noting(reads)
+    with tracing.as_on_an_accelerator(), dispatched, called:
         result = fn(*args, **kwargs)
     assert not reads, (
         f"a tensor's value was read: {join_names(list(dict.fromkeys(reads)))}. Fix: "
@@ -201,9 +202,9 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _dispatched(reads: list[str]) -> Any:
+def _noting(reads: list[str]) -> tuple[Any, Any]:
     """Return a mode that notes operators with a result on the host or a shape that depends on
-    values.
+    values, and one that notes reads without an operator.
     """
 
     class Dispatched(private.DispatchMode):  # type: ignore[misc]
@@ -215,20 +216,15 @@ def _dispatched(reads: list[str]) -> Any:
                 _note(reads, func.overloadpacket.__name__)
             return func(*args, **kwargs)
 
-    return Dispatched()
+    class Called(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__):
+                _note(reads, func.__name__)
+            return func(*args, **(kwargs or {}))
 
-
-class _Called(TorchFunctionMode):
-    """A mode that notes reads without an operator."""
-
-    def __init__(self, reads: list[str]) -> None:
-        super().__init__()
-        self.reads = reads
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__):
-            _note(self.reads, func.__name__)
-        return func(*args, **(kwargs or {}))
+    return Dispatched(), Called()
 
 
 _TORCH = os.path.dirname(torch.__file__)

@@ -49,7 +49,7 @@ def storage_pointer(leaf: Any) -> int | None:
         if leaf.layout is torch.strided:
             local = dtensor.local_shard(leaf) if dtensor.is_dtensor(leaf) else leaf
             return local.untyped_storage().data_ptr()
-        values = private.values(leaf) if leaf.layout is torch.sparse_coo else leaf.values()
+        values = leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()
         return values.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return None
@@ -110,11 +110,13 @@ def share_no_memory(pointers: Sequence[int | None], others: Sequence[int | None]
 def _are_writable(tensors: Sequence[Tensor]) -> bool:
     """Return True if each tensor by itself may be overwritten, storages aside."""
     if torch.compiler.is_dynamo_compiling():
+        # A 0-d float64 on a CPU comes as a Python float: in-place writes to it are lost (torch
+        # 2.13).
         return all(
             tensor.layout is torch.strided
             and is_gapless(tensor)
             and not tensor.requires_grad
-            and not _comes_as_float(tensor)
+            and (tensor.ndim > 0 or tensor.dtype is not torch.float64 or not tensor.is_cpu)
             for tensor in tensors
         )
     if any(map(_grad_fn, tensors)) or any(map(Tensor.is_neg, tensors)):
@@ -123,13 +125,6 @@ def _are_writable(tensors: Sequence[Tensor]) -> bool:
     if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, tensors)):
         return False
     return set(map(_layout, tensors)) <= {torch.strided} and are_gapless(tensors)
-
-
-def _comes_as_float(tensor: Tensor) -> bool:
-    """Return True if the compiler passes an input as a Python float, as it does for a 0-d float64
-    on a CPU: in-place writes to it are lost (torch 2.13).
-    """
-    return not tensor.ndim and tensor.dtype is torch.float64 and tensor.is_cpu
 
 
 def _of_nonempty(tensor_list: TensorList, pointers: list[int | None]) -> list[int | None]:

@@ -178,7 +178,7 @@ def take_ownership(gradients: list[Tensor]) -> list[Tensor]:
         return detached
     facts = enumerate(zip(uses, resizable, gapless, strict=True))
     shared = [i for i, (count, ours, whole) in facts if count != 2 or not ours or not whole]
-    copies = clone_list([detached[index] for index in shared]) if shared else []
+    copies = clone_list([detached[index] for index in shared])
     for index, copy in zip(shared, copies, strict=True):
         detached[index] = copy
     return detached

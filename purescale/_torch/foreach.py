@@ -194,8 +194,6 @@ def _with_operand(
     *,
     in_place: bool,
 ) -> list[Tensor]:
-    if not tensors:
-        return []
     # List operators have no derivative with respect to the operand.
     if not can_use_foreach([*tensors, operand]):
         results = [_in_own_dtype(plain, tensor, operand) for tensor in tensors]
@@ -264,7 +262,7 @@ def cast(tensors: Sequence[Tensor], dtypes: torch.dtype | Sequence[torch.dtype])
     if isinstance(dtypes, torch.dtype):
         dtypes = [dtypes] * len(tensors)
     pairs = list(zip(tensors, dtypes, strict=True))
-    if not tensors or all(tensor.dtype is dtype for tensor, dtype in pairs):
+    if all(tensor.dtype is dtype for tensor, dtype in pairs):
         return list(tensors)
     if not (can_use_foreach(tensors) and is_on_accelerator(tensors[0])):
         return [cast_saturating(tensor, dtype) for tensor, dtype in pairs]

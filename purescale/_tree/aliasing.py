@@ -26,12 +26,11 @@ def detach_and_unalias(leaves: Leaves, occupied: Set[int | None] | None) -> Leav
         # Some are shared if a loss returns the buffers that it was given.
         if apart or are_plain_dense(leaves):
             detached = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-            shared = [] if apart else _repeated(pointers, {*occupied})
-            copies = (
-                foreach.detach_and_clone([detached[index] for index in shared]) if shared else []
-            )
-            for index, copy in zip(shared, copies, strict=True):
-                detached[index] = copy
+            if not apart:
+                shared = _repeated(pointers, {*occupied})
+                copies = foreach.detach_and_clone([detached[index] for index in shared])
+                for index, copy in zip(shared, copies, strict=True):
+                    detached[index] = copy
             return detached
     seen = set() if occupied is None else {*occupied}
 

@@ -301,10 +301,6 @@ class AdaptedOptimizer(FlatOptimizer):
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
-    def init(self, params: Tree) -> Tree:
-        """Return the state of the optimizer."""
-        return self.optimizer.init(params)
-
     def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         old = inputs.local_trees

@@ -59,10 +59,6 @@ class Wrapper(FlatOptimizer):
 
     # ---- for subclasses
 
-    def init(self, params: Tree) -> Tree:
-        """Return the state before the first step."""
-        raise NotImplementedError
-
     def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the inputs of the inner optimizer's step. What is not stored in another form stays
         the same tensor.

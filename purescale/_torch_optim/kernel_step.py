@@ -4,7 +4,6 @@ trace see `kernel_in_trace.py`.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ class LaunchPlan(NamedTuple):
     param_and_slot_indices: list[list[int]]
     count_indices: list[int]  # of the steps of each; empty if one count is for all
     grad_indices: list[int]  # among the gradients
-    pick: Callable[[list[Any]], list[list[Any]]]  # returns the leaves of each column
     function: Callable[..., None]  # with the settings of the group, if these are constant
 
 
@@ -51,18 +49,6 @@ class KernelOrFormulaPlan(NamedTuple):
     pairs_to_lay_out: Sequence[tuple[int, int]] = ()
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
     leaves_fit_kernel: bool = False
-
-
-def _picker(param_and_slot_indices: list[list[int]]) -> Callable[[list[Any]], list[list[Any]]]:
-    """Return a function of leaves that returns those of each column, by its indices."""
-
-    def getter(column: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
-        first, last = (column[0], column[-1]) if column else (0, -1)
-        is_range = column == list(range(first, last + 1))
-        return operator.itemgetter(*([slice(first, last + 1)] if is_range else column))
-
-    getters = list(map(getter, param_and_slot_indices))
-    return lambda leaves: [list(get(leaves)) for get in getters]
 
 
 class KernelStep:
@@ -120,15 +106,13 @@ class KernelStep:
                         [slot_lists[slot][n] for n in indices] if exists else []
                     )
                 counts = [slot_lists[STEP][n] for n in indices] if STEP in slot_lists else []
-                pick, function = _picker(param_and_slot_indices), self.kernel.bind(settings)
                 launches.append(
                     LaunchPlan(
                         group,
                         param_and_slot_indices,
                         count_indices=counts,
                         grad_indices=list(grad_index_of.values()),
-                        pick=pick,
-                        function=function,
+                        function=self.kernel.bind(settings),
                     )
                 )
         return launches
@@ -198,19 +182,16 @@ class KernelStep:
         grads_match_params: bool = False,
     ) -> Iterator[tuple[LaunchPlan, KernelCall]]:
         """Yield each launch with its call, over these tensors and settings."""
-        t_by_device: dict[torch.device, Tensor] = {}  # float32, where the kernel reads it
         for launch in launches:
             function, settings = launch.function, launch.group.settings
             if not self._config.settings_are_constant:
                 settings = self._config.settings_of(launch.group.override_indices, step_settings)
                 function = self.kernel.bind(settings)
-            params, *slots = launch.pick(leaves)
+            columns = launch.param_and_slot_indices
+            params, *slots = [list(map(leaves.__getitem__, column)) for column in columns]
             counts = [leaves[index] for index in launch.count_indices]
             if self.kernel.reads_counts and not counts:
-                device = params[0].device
-                if device not in t_by_device:
-                    t_by_device[device] = applied.to(device, torch.float32)
-                counts = [t_by_device[device]]
+                counts = [applied.to(params[0].device, torch.float32)]
             call = KernelCall(
                 function,
                 settings,

@@ -58,9 +58,7 @@ class FormulaStep:
         opt_state = with_step_counted(inputs.opt_state)
         slot_lists, applied = slot_lists_of(opt_state, param_structure), opt_state.applied
         t = applied.to(widest_float(applied.device))
-        step_settings = inputs.step_settings.map(
-            lambda settings: _as_arguments(settings, applied.device)
-        )
+        step_settings = [_as_arguments(each, applied.device) for each in inputs.step_settings]
         per_leaf = self._config.differentiable or inputs.context.traced
         grad_leaves = inputs.grads_in_param_dtypes(grads)
         operands = params, grad_leaves, slot_lists, t, step_settings, per_leaf

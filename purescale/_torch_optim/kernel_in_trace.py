@@ -54,8 +54,7 @@ class _KernelStepInTrace(KernelStep):
         """
         if not super().supports_step(inputs, grads, skip):
             return False
-        dicts = inputs.step_settings.dicts()
-        numbers = [number for settings in dicts for number in settings.values()]
+        numbers = [number for each in inputs.step_settings for number in each.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
         slots = values_of(slot_lists_of(inputs.opt_state, inputs.param_structure))
         return may_be_opaque(inputs.params, grads.tensors, slots, scalars)
@@ -128,7 +127,7 @@ class KernelStepInDynamo(_KernelStepInTrace):
         params, slot_lists = _writable_slot_lists(inputs, in_place=in_place)
         state = with_slot_lists(inputs.opt_state, slot_lists, param_structure)
         if not self._config.settings_are_constant:
-            step_settings = step_settings.map(lambda settings: map_numbers(copied_number, settings))
+            step_settings = [map_numbers(copied_number, each) for each in step_settings]
         grad_indices = list(param_structure.grad_indices)
         if STEP in slot_lists:
             indices_with_grad = [n for n, index in enumerate(grad_indices) if index is not None]

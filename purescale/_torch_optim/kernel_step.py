@@ -129,7 +129,7 @@ class KernelStep:
         if numbers and not host_can_read(numbers):
             return False
         # On an accelerator it reads a rate as float32.
-        rates = [settings.get("lr") for settings in inputs.step_settings.dicts()]
+        rates = [settings.get("lr") for settings in inputs.step_settings]
         tensors = [rate for rate in rates if isinstance(rate, Tensor)]
         return all([rate.dtype is torch.float32 or rate.is_cpu for rate in tensors])
 
@@ -147,7 +147,7 @@ class KernelStep:
         if not (plan.leaves_fit_kernel and in_place):
             leaves = writable_leaves(leaves, plan.pairs_to_lay_out, in_place=in_place)
         if not self._config.settings_are_constant:
-            step_settings = step_settings.map(self.kernel.convert_settings)
+            step_settings = list(map(self.kernel.convert_settings, step_settings))
         num_params = len(inputs.params)
         grads = self.kernel.fold_clip_factor(grads)
         state = structure.unflatten(leaves[num_params:])

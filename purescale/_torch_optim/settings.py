@@ -79,19 +79,9 @@ class ConfiguredSettings(NamedTuple):
     schedules: dict[str, Any]
 
 
-class StepSettings(NamedTuple):
-    """The numbers of one step that may differ from those of the step before."""
-
-    for_all: dict[str, Any]
-    by_override: list[dict[str, Any]]
-
-    def dicts(self) -> list[dict[str, Any]]:
-        """Return the numbers for all parameters, then those of each override."""
-        return [self.for_all, *self.by_override]
-
-    def map(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> StepSettings:
-        """Return `change(settings)` in place of each dict."""
-        return StepSettings(change(self.for_all), list(map(change, self.by_override)))
+# The numbers of one step that may differ from those of the step before: for all parameters, then
+# those of each override.
+StepSettings = list[dict[str, Any]]
 
 
 class ParamGroup(NamedTuple):
@@ -151,10 +141,10 @@ class OptimizerConfig:
             ConfiguredSettings(_with_copied_tensors(extra), _scheduled(extra, ("lr",)))
             for extra in self.overrides.values()
         ]
-        self.no_step_settings = StepSettings({}, [{} for _ in self.by_override])
-        all_configured = self.for_all, *self.by_override
-        self.has_schedules = any([each.schedules for each in all_configured])
-        all_values = [value for each in all_configured for value in each.values.values()]
+        self.configured = [self.for_all, *self.by_override]
+        self.no_step_settings: StepSettings = [{} for _ in self.configured]
+        self.has_schedules = any([each.schedules for each in self.configured])
+        all_values = [value for each in self.configured for value in each.values.values()]
         tensors = [value for value in all_values if isinstance(value, Tensor)]
         self.settings_are_constant = not (self.has_schedules or self.in_state or tensors)
         # Momentum in the state may become nonzero later, so its buffer exists while it is 0.
@@ -184,10 +174,9 @@ class OptimizerConfig:
         """Return the settings from which slots are made: for all parameters, then those with each
         override alone.
         """
-        all_configured = self.for_all, *self.by_override
         return [
             {**self.for_all.values, **each.values, **self.nonzero_for_slots}
-            for each in all_configured
+            for each in self.configured
         ]
 
     def build_param_groups(
@@ -214,9 +203,9 @@ class OptimizerConfig:
         self, override_indices: tuple[int, ...], step_settings: StepSettings
     ) -> dict[str, Any]:
         """Return the settings of parameters to which these overrides apply."""
-        settings = {**self.for_all.values, **step_settings.for_all}
+        settings = {**self.for_all.values, **step_settings[0]}
         for index in override_indices:
-            settings |= self.by_override[index].values | step_settings.by_override[index]
+            settings |= self.by_override[index].values | step_settings[1 + index]
         return settings
 
     def check_override_patterns(self, names: tuple[str, ...]) -> None:
@@ -284,15 +273,16 @@ class OptimizerConfig:
                 self._refuse_graph(name)
             return put(value)
 
-        def numbers(configured: ConfiguredSettings, factors: Mapping[str, Any]) -> dict[str, Any]:
-            return {
+        stored = stored_settings(opt_state)  # which overrides do not take
+        factors_of = [stored, *self.no_step_settings[1:]]
+        return [
+            {
                 name: number(name, value, factors.get(name))
-                for name, value in {**configured.values, **configured.schedules}.items()
-                if name in configured.schedules or name in factors or isinstance(value, Tensor)
+                for name, value in {**each.values, **each.schedules}.items()
+                if name in each.schedules or name in factors or isinstance(value, Tensor)
             }
-
-        by_override = [numbers(configured, {}) for configured in self.by_override]
-        return StepSettings(numbers(self.for_all, stored_settings(opt_state)), by_override)
+            for each, factors in zip(self.configured, factors_of, strict=True)
+        ]
 
     def _refuse_graph(self, name: str) -> None:
         if torch.is_grad_enabled() and not (self.differentiable or traced()):

@@ -130,8 +130,8 @@ class SlotSpec:
         self, params: Mapping[str, Tensor], step_settings: StepSettings
     ) -> list[ParamGroup]:
         """Return the groups with the settings from which slots are made."""
-        rates = step_settings.map(lambda settings: {n: v for n, v in settings.items() if n == "lr"})
-        rates.for_all.update(self._config.nonzero_for_slots)
+        rates = [{n: v for n, v in each.items() if n == "lr"} for each in step_settings]
+        rates[0] |= self._config.nonzero_for_slots
         return self._config.build_param_groups(tuple(params), rates)
 
     # ---- the check

@@ -18,7 +18,6 @@ from .._torch_optim.settings import (
     ConfiguredSettings,
     OptimizerConfig,
     ParamGroup,
-    StepSettings,
 )
 from .._torch_optim.slots import STEP, param_names
 from .._tree import pytree
@@ -94,17 +93,16 @@ def _current_groups(
     zero = torch.zeros_like(opt_state.applied)
     first = config.evaluate_settings(opt_state._replace(applied=zero, iteration=zero))
     now, stored = config.evaluate_settings(opt_state), stored_settings(opt_state)
-    defaults = _with_initial(config.for_all, now.for_all, first.for_all, stored)
+    defaults = _with_initial(config.for_all, now[0], first[0], stored)
     if initial_lr is not None:
         defaults["initial_lr"] = float(initial_lr)
-    steps = zip(now.by_override, first.by_override, strict=True)
     # A setting that an override names has an initial value of its own, or none.
     by_override = [
         {f"initial_{name}": None for name in configured.values}
-        | _with_initial(configured, *numbers, {})
-        for configured, numbers in zip(config.by_override, steps, strict=True)
+        | _with_initial(configured, current, initial, {})
+        for configured, current, initial in zip(config.by_override, now[1:], first[1:], strict=True)
     ]
-    step_settings = StepSettings(defaults, by_override)
+    step_settings = [defaults, *by_override]
     groups = []
     for group in config.build_param_groups(tuple(names), step_settings):
         pairs = group.settings.items()

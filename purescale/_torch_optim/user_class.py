@@ -66,7 +66,7 @@ class UserClassOptimizer(ParamGroupOptimizer):
             name: {key: copy(value, name) for key, value in leaf_slots.items()}
             for name, leaf_slots in slots.items()
         }
-        step_settings = inputs.step_settings.map(read_numbers)
+        step_settings = list(map(read_numbers, inputs.step_settings))
         with torch.no_grad():
             new_slots = self._run(
                 new_params, copied_grads, copied_slots, inputs.plan, step_settings

@@ -88,20 +88,23 @@ class Wrapper(FlatOptimizer):
 
     # ---- the step
 
-    def plan(self, inputs: StepInputs) -> WrapperPlan:
-        """Return how a step is made. Refuse a state that does not belong to these parameters, and
+    def plan(self, inputs: StepInputs) -> list[Piece]:
+        """Return the pieces of a step. Refuse a state that does not belong to these parameters, and
         what the inner optimizer refuses.
         """
         self.check_state(inputs)
         pieces = [Piece(None, self.flat_optimizer.plan(self._decoded_stand_ins(inputs)))]
-        is_compiling = torch.compiler.is_compiling()
-        inner_skips = self.can_step_in_pieces and not (is_compiling or self.differentiable)
-        can_cut = inner_skips and not inputs.context.traced
+        can_cut = self._inner_skips(inputs) and not inputs.context.traced
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
             decoded = map(self._decoded_stand_ins, _inputs_of_pieces(inputs, cuts))
             pieces = list(map(Piece, cuts, map(self.flat_optimizer.plan, decoded)))
-        return WrapperPlan(pieces, inner_skips)
+        return pieces
+
+    def _inner_skips(self, inputs: StepInputs) -> bool:
+        """Return True if the inner optimizer itself chooses between old and new, in place."""
+        is_compiled = inputs.context.traced and torch.compiler.is_compiling()
+        return self.can_step_in_pieces and not (is_compiled or self.differentiable)
 
     def _decoded_stand_ins(self, inputs: StepInputs) -> StepInputs:
         """Return inputs with the metadata of `decode(inputs)`."""
@@ -117,7 +120,7 @@ class Wrapper(FlatOptimizer):
 
     def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients."""
-        [piece] = inputs.plan.pieces
+        [piece] = inputs.plan
         return self._step_piece(piece, inputs, grads)[0]
 
     def step_or_skip(
@@ -131,10 +134,9 @@ class Wrapper(FlatOptimizer):
         """Return parameters and state after the step, unless it is skipped: piece by piece, which
         bounds the memory for what is decoded.
         """
-        plan: WrapperPlan = inputs.plan
-        pieces = plan.pieces
+        pieces: list[Piece] = inputs.plan
         is_whole = skip is None and not in_place and len(pieces) == 1
-        if is_whole or not plan.inner_skips:
+        if is_whole or not self._inner_skips(inputs):
             return super().step_or_skip(inputs, grads, skip, in_place=in_place)
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if inputs.context.traced:
@@ -217,13 +219,6 @@ class Piece(NamedTuple):
 
     cut: Cut | None  # None for the whole step
     plan: Any  # of the inner optimizer
-
-
-class WrapperPlan(NamedTuple):
-    """The plan of a `Wrapper`."""
-
-    pieces: list[Piece]
-    inner_skips: bool  # the inner optimizer itself chooses between old and new, in place
 
 
 def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._optim.opt_state import numbers_of
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
 from .._torch_optim.formulas import SIZES, Formula, LeafSlots, NewLeaf, Settings
-from .._torch_optim.in_state import copied_number
+from .._torch_optim.in_state import copied_number, map_numbers
 from .._torch_optim.param_group_optimizer import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._torch_optim.schedule import Schedule, ScheduleBy
 from .._torch_optim.settings import OptimizerConfig, OptimizerSpec, Overrides
@@ -129,18 +129,20 @@ class _LeafStep:
         if is_first or torch.compiler.is_compiling():
             param, grad, t = param.clone(), grad.clone(), t.clone()
             slots = {key: slot.clone() for key, slot in slots.items()}
-            settings = {name: _copied_setting(value) for name, value in settings.items()}
-        numbers = [number for number in numbers_of(settings) if isinstance(number, Tensor)]
-        arguments = [param, *slots.values(), grad, t, *numbers]
+            settings = map_numbers(copied_number, settings)
+        rows = [("param", param), ("grad", grad), ("t", t)]
+        rows += [(f"slots[{key!r}]", slot) for key, slot in slots.items()]
+        rows += [
+            (f"settings[{name!r}]", number)
+            for name, value in settings.items()
+            for number in numbers_of({name: value})
+            if isinstance(number, Tensor)
+        ]
+        names, arguments = map(list, zip(*rows, strict=True))
         before = _versions(arguments)
         result = self._step(param, grad, dict(slots), settings, t)
         if (after := _versions(arguments)) != before:
-            index = list(map(int.__eq__, after, before)).index(False)
-            names = ["param", *(f"slots[{key!r}]" for key in slots), "grad", "t"]
-            for key, value in settings.items():
-                of_key = [n for n in numbers_of({key: value}) if isinstance(n, Tensor)]
-                names += [f"settings[{key!r}]"] * len(of_key)
-            name = names[index]
+            name = names[list(map(int.__eq__, after, before)).index(False)]
             raise RuntimeError(
                 f"{self._name} wrote into {name}; a step must not change its arguments, which are "
                 f"the caller's. Likely cause: `{name}.mul_(0.9)`, or `{name} *= 0.9`. Fix: a new "
@@ -172,11 +174,6 @@ def _describe(part: Any) -> str:
     if not isinstance(part, Mapping):
         return describe(part)
     return f"{{{', '.join(f'{key!r}: {describe(leaf)}' for key, leaf in part.items())}}}"
-
-
-def _copied_setting(value: Any) -> Any:
-    """Return a setting with the tensors in it copied."""
-    return tuple(map(copied_number, value)) if isinstance(value, tuple) else copied_number(value)
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

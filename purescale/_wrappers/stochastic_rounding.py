@@ -156,9 +156,8 @@ def _element_indices(local: Tensor, position: Position) -> Tensor:
 
 
 def _range(start: int, count: int, device: torch.device) -> Tensor:
-    if start + count < 2**31:
-        return torch.arange(start, start + count, dtype=torch.int32, device=device)
-    return torch.arange(start, start + count, device=device).to(torch.int32)
+    # Beyond int32 it wraps around, as the dice do.
+    return torch.arange(start, start + count, dtype=torch.int32, device=device)
 
 
 # ---- rounding ------------------------------------------------------------------------------------

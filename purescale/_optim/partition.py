@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer, check_optimizer
 from .._optim.param_structure import ParamStructure, named_params
-from .._optim.step_inputs import StepInputs, flatten_opt_state, make_step_inputs
+from .._optim.step_inputs import StepInputs, make_step_inputs
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import ListMetadata, TensorList
 from .._tree import pytree
@@ -141,11 +141,9 @@ class PartitionOptimizer(FlatOptimizer):
                 inputs.context, param_structure, params, opt_state, dense, part.state_structure
             )
         if any_dtensor(params.tensors):
-            tree = param_structure.unflatten(params.tensors)
-            flat_state = flatten_opt_state(opt_state)
-            flat_params = FlatTree.of(tree)
+            flat_params = FlatTree.of(param_structure.unflatten(params.tensors))
             part_inputs = make_step_inputs(
-                self.flat_optimizers[key], inputs.context, flat_params, flat_state
+                self.flat_optimizers[key], inputs.context, flat_params, FlatTree.of(opt_state)
             )
             return part_inputs._replace(param_structure=param_structure)
         return StepInputs(inputs.context, param_structure, params, opt_state)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, numbers_of, stored_settings, without_wrappers
+from .._optim.opt_state import without_wrappers
 from .._optim.param_structure import ParamStructure
 from .._torch import dtensor, foreach
 from .._torch.tensor_list import ListMetadata, TensorList
 from .._torch.tracing import CallContext, is_unresolved, refuse_graph_end
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
-from .._tree.leaves import as_tensor_list
 from .._tree.matching import (
     check_names,
     check_parameters,
@@ -156,7 +154,7 @@ def flatten_step(
     """Return parameters, state and gradients, flat and checked, and the inputs of a step over them,
     as `make_step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
     """
-    flat_params, flat_opt_state = FlatTree.of(params), flatten_opt_state(opt_state)
+    flat_params, flat_opt_state = FlatTree.of(params), FlatTree.of(opt_state)
     check_parameters(flat_params)
     flat_grads = grads_like_params(flat_params, grads)
     inputs = make_step_inputs(optimizer, context, flat_params, flat_opt_state, flat_grads)
@@ -230,16 +228,7 @@ def _check_shards(
     _check_state_placements(opt_state, dict(zip(names, leaves, strict=True)))
 
 
-def flatten_opt_state(opt_state: Tree) -> FlatTree:
-    """Flatten the state of an optimizer. In Dynamo, which is slow in nested dicts, that of an
-    OptState is flattened tree by tree, and has no structure.
-    """
-    if not (torch.compiler.is_dynamo_compiling() and isinstance(opt_state, OptState)):
-        return FlatTree.of(opt_state)
-    trees = [*opt_state.slots.values(), opt_state.counts, opt_state.iteration]
-    leaves = [leaf for tree in trees for leaf in pytree.flatten(tree)[0]]
-    leaves = [opt_state.applied, *leaves, *numbers_of(stored_settings(opt_state))]
-    return FlatTree(opt_state, leaves, None, as_tensor_list(leaves))
+flatten_opt_state = FlatTree.of
 
 
 def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:

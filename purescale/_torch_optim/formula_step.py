@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._optim.opt_state import OptState, with_step_counted
 from .._optim.step_inputs import StepInputs
-from .._torch import foreach, private
+from .._torch import foreach
 from .._torch.dtypes import send_once, to_device, wide_dtype, widest_float
 from .._torch_optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
 from .._torch_optim.in_state import map_numbers
@@ -43,7 +43,7 @@ class FormulaStep:
         self._config, self._slot_spec = config, slot_spec
         self._formula = config.spec.formula
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
-        self._opaque = config.opaque_in_dynamo(self._step_as_list, lambda: private.nonstrict_trace)
+        self._opaque = config.opaque_in_dynamo(self._step_as_list)
         self._sizes: dict[tuple[Any, ...], Tensor] = {}  # of `send_once`
 
     def __call__(

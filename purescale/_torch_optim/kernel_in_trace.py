@@ -14,11 +14,8 @@ from torch import Tensor
 from .._optim.opt_state import OptState, with_step_counted
 from .._optim.step_inputs import StepInputs
 from .._torch.operators import define
-from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read, may_be_opaque
-from .._torch_optim.in_state import copied_number, map_numbers
 from .._torch_optim.kernel_step import (
-    KernelOrFormulaPlan,
     KernelStep,
     add_to_counts,
     slots_follow_params,
@@ -31,47 +28,29 @@ from .._torch_optim.kernels import (
     KernelCall,
     keyword_arguments,
 )
-from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
-from .._torch_optim.slots import (
-    STEP,
-    SlotLists,
-    slot_lists_like,
-    slot_lists_of,
-    values_of,
-    with_slot_lists,
-)
 from .._tree.gradients import Gradients, Pending
 
 
-class _KernelStepInTrace(KernelStep):
-    """The step of a class of torch.optim by torch's fused kernel, in a trace."""
+class KernelStepInTrace(KernelStep):
+    """The step in a trace: each launch is one operator of the graph."""
 
     kernel: FusedKernel
 
     def supports_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the kernel takes the values of this step, and one opaque operator may
-        stand for it.
+        stand for it. It returns slots as they are laid out, and the kernel walks them as the
+        parameter.
         """
         if not super().supports_step(inputs, grads, skip):
             return False
         numbers = [number for each in inputs.step_settings for number in each.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
-        slots = values_of(slot_lists_of(inputs.opt_state, inputs.param_structure))
-        return may_be_opaque(inputs.params, grads.tensors, slots, scalars)
-
-
-class KernelStepInJit(_KernelStepInTrace):
-    """The step in a graph of operators, as `jit` records it: each launch is one operator."""
-
-    def supports_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
-        """Return True if the operator takes the values of this step. It returns slots as they are
-        laid out, and the kernel walks them as the parameter.
-        """
-        if not super().supports_step(inputs, grads, skip):
-            return False
         leaves, _ = inputs.leaves_and_state_structure()
-        pairs = inputs.plan.pairs_to_lay_out
-        return slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
+        pairs = [(leaves[n], leaves[slot]) for n, slot in inputs.plan.pairs_to_lay_out]
+        slots = [slot for _, slot in pairs]
+        return may_be_opaque(inputs.params, grads.tensors, slots, scalars) and slots_follow_params(
+            pairs
+        )
 
     def __call__(
         self,
@@ -81,88 +60,30 @@ class KernelStepInJit(_KernelStepInTrace):
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, unless it is skipped."""
+        """Return parameters and state after the step, unless it is skipped. Dynamo may write into
+        the old ones; a graph of `jit` has no writes.
+        """
         inputs = inputs.with_state(with_step_counted(inputs.opt_state, skip))
         launches = inputs.plan.launches
         leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)
+        writes = in_place and torch.compiler.is_dynamo_compiling()
+        if writes:
+            stepped = writable_leaves(stepped, (), in_place=True)
         for launch in launches:
             add_to_counts(stepped, launch.count_indices, skip)
         operands = stepped, inputs.opt_state.applied, grads, inputs.step_settings
         for launch, call in self.make_calls(launches, *operands):
-            new = torch.ops.purescale.fused_update(*_operator_arguments(self.kernel, call, skip))
+            arguments = _operator_arguments(self.kernel, call, skip)
+            if writes:
+                torch.ops.purescale.fused_update_(*arguments)
+                continue
+            new = torch.ops.purescale.fused_update(*arguments)
             for index, tensor in zip(
                 itertools.chain(*launch.param_and_slot_indices), new, strict=True
             ):
                 stepped[index] = tensor
         return stepped[:num_params], structure.unflatten(stepped[num_params:])
-
-
-class KernelStepInDynamo(_KernelStepInTrace):
-    """The step in a graph of Dynamo: one function for all launches, which Dynamo does not trace. It
-    plans them in the compiled step.
-    """
-
-    def __init__(self, config: OptimizerConfig, kernel: FusedKernel) -> None:
-        super().__init__(config, kernel)
-        self._opaque = config.opaque_in_dynamo(
-            self._make_step, lambda: torch.compiler.allow_in_graph
-        )
-
-    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> KernelOrFormulaPlan:
-        """Return the plan of a step, without launches."""
-        return KernelOrFormulaPlan(groups, self)
-
-    def __call__(
-        self,
-        inputs: StepInputs,
-        grads: Gradients,
-        skip: Tensor | None,
-        *,
-        in_place: bool,
-    ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, unless it is skipped."""
-        inputs = inputs.with_state(with_step_counted(inputs.opt_state, skip))
-        step_settings, param_structure = inputs.step_settings, inputs.param_structure
-        params, slot_lists = _writable_slot_lists(inputs, in_place=in_place)
-        state = with_slot_lists(inputs.opt_state, slot_lists, param_structure)
-        if not self._config.settings_are_constant:
-            step_settings = [map_numbers(copied_number, each) for each in step_settings]
-        grad_indices = list(param_structure.grad_indices)
-        if STEP in slot_lists:
-            indices_with_grad = [n for n, index in enumerate(grad_indices) if index is not None]
-            add_to_counts(slot_lists[STEP], indices_with_grad, skip, in_place=True)
-        tensors, scalars = (params, grads.tensors, slot_lists), (state.applied, skip, grads.pending)
-        self._opaque(list(param_structure.names), grad_indices, tensors, scalars, step_settings)
-        return params, state
-
-    def _make_step(
-        self,
-        groups: list[ParamGroup],
-        grad_indices: list[int | None],
-        tensors: tuple[list[Tensor], list[Tensor], SlotLists],
-        scalars: tuple[Tensor, Tensor | None, Pending],
-        step_settings: StepSettings,
-    ) -> None:
-        """Make the step, in the compiled one."""
-        (params, grad_tensors, slot_lists), (applied, skip, pending) = tensors, scalars
-        grads = Gradients.of_dense(grad_tensors, pending)
-        indices_of_slots = slot_lists_like(slot_lists, itertools.count(len(params)))
-        launches = self.plan_launches(TensorList(params), grad_indices, indices_of_slots, groups)
-        leaves = [*params, *values_of(slot_lists)]
-        for _, call in self.make_calls(launches, leaves, applied, grads, step_settings):
-            torch.ops.purescale.fused_update_(*_operator_arguments(self.kernel, call, skip))
-
-
-def _writable_slot_lists(inputs: StepInputs, *, in_place: bool) -> tuple[list[Tensor], SlotLists]:
-    """Return parameters and slot lists that a kernel may write into, as `writable_leaves`."""
-    old, slot_lists = inputs.params, slot_lists_of(inputs.opt_state, inputs.param_structure)
-    leaves = [*old, *values_of(slot_lists)]
-    numbered = slot_lists_like(slot_lists, range(len(old), len(leaves)))
-    places = [pair for slot_list in numbered.values() for pair in enumerate(slot_list)]
-    pairs = [(n, place) for n, place in places if isinstance(place, int)]
-    new = iter(writable_leaves(leaves, pairs, in_place=in_place))
-    return list(itertools.islice(new, len(old))), slot_lists_like(slot_lists, new)
 
 
 # ---- the operator --------------------------------------------------------------------------------

@@ -91,12 +91,7 @@ class KernelStep:
         for group in groups:
             members, settings = set(group.indices), group.settings
             for same_kind in param_list.indices_by_kind:
-                grad_index_of = {
-                    n: index
-                    for n in same_kind
-                    if n in members and (index := grad_indices[n]) is not None
-                }
-                indices = list(grad_index_of)
+                indices = [n for n in same_kind if n in members and grad_indices[n] is not None]
                 if not indices:
                     continue
                 param_and_slot_indices = [indices]
@@ -111,7 +106,7 @@ class KernelStep:
                         group,
                         param_and_slot_indices,
                         count_indices=counts,
-                        grad_indices=list(grad_index_of.values()),
+                        grad_indices=[grad_indices[n] for n in indices],
                         function=self.kernel.bind(settings),
                     )
                 )

@@ -17,7 +17,7 @@ from .._optim.step_inputs import StepInputs
 from .._torch_optim.formula_step import FormulaStep
 from .._torch_optim.formulas import LeafSlots
 from .._torch_optim.in_state import with_stored
-from .._torch_optim.kernel_in_trace import KernelStepInDynamo, KernelStepInJit
+from .._torch_optim.kernel_in_trace import KernelStepInTrace
 from .._torch_optim.kernel_step import KernelOrFormulaPlan, KernelStep
 from .._torch_optim.kernels import FusedKernel, kernel_for
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
@@ -188,8 +188,7 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         if self.kernel is not None:
             self._kernel_step = KernelStep(config, self.kernel)
         if isinstance(self.kernel, FusedKernel):  # others read values
-            self._jit_kernel_step = KernelStepInJit(config, self.kernel)
-            self._dynamo_kernel_step = KernelStepInDynamo(config, self.kernel)
+            self._traced_kernel_step = KernelStepInTrace(config, self.kernel)
         self._formula_step = FormulaStep(config, self.slot_spec)
 
     def _init_slots(
@@ -224,11 +223,8 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
             inputs.param_list, inputs.context
         ):
             return KernelOrFormulaPlan(groups)
-        if not inputs.context.traced:
-            return self._kernel_step.plan(inputs, groups)
-        in_dynamo = torch.compiler.is_dynamo_compiling()
-        kernel_step = self._dynamo_kernel_step if in_dynamo else self._jit_kernel_step
-        return kernel_step.plan(inputs, groups)
+        traced = inputs.context.traced
+        return (self._traced_kernel_step if traced else self._kernel_step).plan(inputs, groups)
 
     def step_or_skip(
         self,

@@ -218,9 +218,7 @@ class OptimizerConfig:
                 "parameter, which is a buffer. Fix: one of these names, or a glob, '*.bias'."
             )
 
-    def opaque_in_dynamo(
-        self, function: Callable[..., Any], decorator: Callable[[], Any]
-    ) -> Callable[..., Any]:
+    def opaque_in_dynamo(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `opaque(names, *operands)`, equal to `function(groups, *operands)` with the groups
         of these names, which Dynamo does not trace. Dynamo guards on arguments only: the constant
         settings are passed as text, so that others compile anew. Rates that are tensors or
@@ -236,7 +234,7 @@ class OptimizerConfig:
         ]
         kind = self.spec.name, id(self.spec.cls), id(self.spec.formula)
         key = repr((kind, list(self.overrides), constant, self.in_state))
-        opaque = private.Opaque(call, decorator)
+        opaque = private.Opaque(call, lambda: private.nonstrict_trace)
         return lambda names, *operands: opaque(key, names, *operands)
 
     def _first_equal(self, matching: tuple[int, ...]) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from .._tree.gradients import Gradients, Pending
 class KernelStepInTrace(KernelStep):
     """The step in a trace: each launch is one operator of the graph."""
 
-    kernel: FusedKernel
+    kernel: FusedKernel  # others read values
 
     def supports_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the kernel takes the values of this step, and one opaque operator may

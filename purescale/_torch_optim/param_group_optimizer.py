@@ -19,7 +19,7 @@ from .._torch_optim.formulas import LeafSlots
 from .._torch_optim.in_state import with_stored
 from .._torch_optim.kernel_in_trace import KernelStepInTrace
 from .._torch_optim.kernel_step import KernelOrFormulaPlan, KernelStep
-from .._torch_optim.kernels import FusedKernel, kernel_for
+from .._torch_optim.kernels import kernel_for
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
 from .._torch_optim.slots import NO_SLOTS, STEP, SlotSpec, has_counts, slot_lists_of
 from .._torch_optim.torch_state_dict import read_state_dict, write_state_dict
@@ -185,10 +185,6 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         super().__init__(config)
         self.slot_spec = SlotSpec(config)
         self.kernel = kernel_for(config)
-        if self.kernel is not None:
-            self._kernel_step = KernelStep(config, self.kernel)
-        if isinstance(self.kernel, FusedKernel):  # others read values
-            self._traced_kernel_step = KernelStepInTrace(config, self.kernel)
         self._formula_step = FormulaStep(config, self.slot_spec)
 
     def _init_slots(
@@ -223,8 +219,8 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
             inputs.param_list, inputs.context
         ):
             return KernelOrFormulaPlan(groups)
-        traced = inputs.context.traced
-        return (self._traced_kernel_step if traced else self._kernel_step).plan(inputs, groups)
+        kernel_step = KernelStepInTrace if inputs.context.traced else KernelStep
+        return kernel_step(self.config, self.kernel).plan(inputs, groups)
 
     def step_or_skip(
         self,

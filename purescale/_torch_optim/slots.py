@@ -4,6 +4,7 @@ what they must be.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,8 +33,8 @@ NO_SLOTS = "none"
 
 def values_of(slot_lists: SlotLists) -> list[Tensor]:
     """Return the tensors of all slot lists, in order."""
-    values = [leaf for slot_list in slot_lists.values() for leaf in slot_list]
-    return values if pytree.are_tensors(values) else [v for v in values if isinstance(v, Tensor)]
+    leaves = itertools.chain(*slot_lists.values())
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def slot_lists_like(slot_lists: SlotLists, values: Iterable[Any]) -> SlotLists:

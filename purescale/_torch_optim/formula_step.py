@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -153,7 +153,10 @@ class FormulaStep:
                 _wide_scalar(torch.stack(slot_list)) if is_scalar else _join(slot_list, params)
             )
         if any(map(self._slot_spec.is_scalar, slot_lists)):
-            slots[SIZES], t = self._sizes_of(params), t.expand(len(rows))
+            reals = 2 if params[0].is_complex() else 1
+            sizes = tuple([reals * param.numel() for param in params])
+            slots[SIZES] = send_once(sizes, params[0].device, self._sizes)
+            t = t.expand(len(rows))
         new, new_slots = self._apply_formula(
             _join(params, params), _join(grads, params), slots, settings, t
         )
@@ -180,12 +183,6 @@ class FormulaStep:
         slots = {key: value for key, value in slots.items() if key != STEP}
         new, new_slots = self._formula.step(param, grad, slots, settings, t)
         return new, {**new_slots, STEP: t}
-
-    def _sizes_of(self, params: Sequence[Tensor]) -> Tensor:
-        """Return the number of reals in each param, on their device."""
-        parts = 2 if params[0].is_complex() else 1
-        sizes = tuple([parts * param.numel() for param in params])
-        return send_once(sizes, params[0].device, self._sizes)
 
 
 def _widen(tensor: Tensor) -> Tensor:

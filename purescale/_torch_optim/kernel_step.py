@@ -15,7 +15,6 @@ from .._optim.step_inputs import StepInputs
 from .._torch import foreach
 from .._torch.dtypes import to_device
 from .._torch.foreach import same_memory_order
-from .._torch.tensor_list import TensorList
 from .._torch.tracing import host_can_read
 from .._torch_optim.kernels import Kernel, KernelCall
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
@@ -25,8 +24,7 @@ from .._tree.gradients import Gradients
 
 class LaunchPlan(NamedTuple):
     """The parameters of one group, device and dtype that have a gradient: one call of a kernel.
-    Parameters, slots and counts are known by their index among all leaves of the inputs (in Dynamo:
-    the parameters, then all slot lists).
+    Parameters, slots and counts are known by their index among all leaves of the inputs.
     """
 
     group: ParamGroup
@@ -44,7 +42,7 @@ class KernelOrFormulaPlan(NamedTuple):
 
     groups: list[ParamGroup]
     kernel_step: KernelStep | None = None  # None if no kernel takes these tensors
-    launches: Sequence[LaunchPlan] = ()  # Dynamo plans them in the compiled step
+    launches: Sequence[LaunchPlan] = ()
     # the indices of each parameter in a launch with each of its slots; empty if they fit
     pairs_to_lay_out: Sequence[tuple[int, int]] = ()
     # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
@@ -62,8 +60,7 @@ class KernelStep:
         leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
         slot_lists = slot_lists_of(state, inputs.param_structure)
-        grad_indices = inputs.param_structure.grad_indices
-        launches = self.plan_launches(inputs.param_list, grad_indices, slot_lists, groups)
+        launches = self._plan_launches(inputs, slot_lists, groups)
         pairs = [
             pair
             for launch in launches
@@ -73,24 +70,19 @@ class KernelStep:
         ]
         dense = inputs.all_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
-        in_order = slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
-        fits = is_dense and in_order
+        fits = is_dense and slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         return KernelOrFormulaPlan(groups, self, launches, [] if fits else pairs, fits)
 
-    def plan_launches(
-        self,
-        param_list: TensorList,
-        grad_indices: Sequence[int | None],
-        slot_lists: SlotLists,
-        groups: list[ParamGroup],
+    def _plan_launches(
+        self, inputs: StepInputs, slot_lists: SlotLists, groups: list[ParamGroup]
     ) -> list[LaunchPlan]:
         """Return the launches of a step. `slot_lists` are those of the state, with the index of
         each leaf in its place.
         """
-        launches = []
+        launches, grad_indices = [], inputs.param_structure.grad_indices
         for group in groups:
             members, settings = set(group.indices), group.settings
-            for same_kind in param_list.indices_by_kind:
+            for same_kind in inputs.param_list.indices_by_kind:
                 indices = [n for n in same_kind if n in members and grad_indices[n] is not None]
                 if not indices:
                     continue
@@ -215,10 +207,9 @@ def writable_leaves(
     return writable
 
 
-def slots_follow_params(param_slot_pairs: list[tuple[Tensor, Any]]) -> bool:
+def slots_follow_params(pairs: list[tuple[Tensor, Tensor]]) -> bool:
     """Return True if each slot of the shape of its parameter has its memory order."""
-    like = [(p, s) for p, s in param_slot_pairs if isinstance(s, Tensor) and p.shape == s.shape]
-    return all([same_memory_order(slot, param) for param, slot in like])
+    return all([same_memory_order(slot, p) for p, slot in pairs if p.shape == slot.shape])
 
 
 def add_to_counts(

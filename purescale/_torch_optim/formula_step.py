@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,15 +15,7 @@ from .._torch.dtypes import send_once, to_device, wide_dtype, widest_float
 from .._torch_optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
 from .._torch_optim.in_state import map_numbers
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
-from .._torch_optim.slots import (
-    STEP,
-    SlotLists,
-    SlotSpec,
-    slot_lists_like,
-    slot_lists_of,
-    values_of,
-    with_slot_lists,
-)
+from .._torch_optim.slots import STEP, SlotLists, SlotSpec, slot_lists_of, with_slot_lists
 from .._tree.gradients import Gradients
 
 
@@ -43,7 +34,7 @@ class FormulaStep:
         self._config, self._slot_spec = config, slot_spec
         self._formula = config.spec.formula
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
-        self._opaque = config.opaque_in_dynamo(self._step_as_list)
+        self._opaque = config.opaque_in_dynamo(self._step_groups)
         self._sizes: dict[tuple[Any, ...], Tensor] = {}  # of `send_once`
 
     def __call__(
@@ -63,13 +54,12 @@ class FormulaStep:
         grad_leaves = inputs.grads_in_param_dtypes(grads)
         operands = params, grad_leaves, slot_lists, t, step_settings, per_leaf
         if torch.compiler.is_dynamo_compiling():
-            new = iter(self._opaque(list(param_structure.names), *operands))
+            new_params, new_slot_lists = self._opaque(list(param_structure.names), *operands)
         else:
-            new = iter(self._step_as_list(inputs.plan.groups, *operands))
-        params = list(itertools.islice(new, len(params)))
-        return params, with_slot_lists(opt_state, slot_lists_like(slot_lists, new), param_structure)
+            new_params, new_slot_lists = self._step_groups(inputs.plan.groups, *operands)
+        return new_params, with_slot_lists(opt_state, new_slot_lists, param_structure)
 
-    def _step_as_list(
+    def _step_groups(
         self,
         groups: list[ParamGroup],
         params: list[Tensor],
@@ -78,8 +68,8 @@ class FormulaStep:
         t: Tensor,
         step_settings: StepSettings,
         per_leaf: bool,
-    ) -> list[Tensor]:
-        """Return all new parameters, then all new slot lists, in order."""
+    ) -> tuple[list[Tensor], SlotLists]:
+        """Return all new parameters and slot lists."""
         new_params: list[Any] = list(params)
         new_slot_lists = {key: list(slot_list) for key, slot_list in slot_lists.items()}
         slots: list[LeafSlots] = [
@@ -101,10 +91,9 @@ class FormulaStep:
                 new_params[index] = param
                 for key, slot in leaf_slots.items():
                     new_slot_lists[key][index] = slot
-        old = [*params, *values_of(slot_lists)]
-        new = [*new_params, *values_of(new_slot_lists)]
-        # What takes no part is as it was.
-        return [n.clone() if n is o else n for o, n in zip(old, new, strict=True)]
+        return _fresh(new_params, params), {
+            key: _fresh(new_slot_lists[key], slot_list) for key, slot_list in slot_lists.items()
+        }
 
     def _step_group(
         self, rows: list[Row], settings: Settings, t: Tensor, *, per_leaf: bool
@@ -183,6 +172,12 @@ class FormulaStep:
         slots = {key: value for key, value in slots.items() if key != STEP}
         new, new_slots = self._formula.step(param, grad, slots, settings, t)
         return new, {**new_slots, STEP: t}
+
+
+def _fresh(new: list[Any], old: list[Any]) -> list[Any]:
+    """Return new leaves, with a copy of what took no part in the step."""
+    pairs = zip(new, old, strict=True)
+    return [n.clone() if n is o and isinstance(n, Tensor) else n for n, o in pairs]
 
 
 def _widen(tensor: Tensor) -> Tensor:

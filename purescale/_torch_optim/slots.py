@@ -4,8 +4,7 @@ what they must be.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,23 +28,6 @@ NO_SLOTS = "none"
 
 
 # ---- as lists ------------------------------------------------------------------------------------
-
-
-def values_of(slot_lists: SlotLists) -> list[Tensor]:
-    """Return the tensors of all slot lists, in order."""
-    leaves = itertools.chain(*slot_lists.values())
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def slot_lists_like(slot_lists: SlotLists, values: Iterable[Any]) -> SlotLists:
-    """Return slot lists with the next of these values in place of each tensor, the inverse of
-    `values_of`.
-    """
-    remaining = iter(values)
-    return {
-        key: [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in slot_list]
-        for key, slot_list in slot_lists.items()
-    }
 
 
 def slot_lists_of(opt_state: OptState, param_structure: ParamStructure) -> SlotLists:

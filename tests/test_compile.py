@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import purescale as ps
+from purescale.testing import same_bits, shares_memory
 
 ADAMW = functools.partial(ps.from_torch, torch.optim.AdamW, lr=1e-3)
 RULE = ps.DynamicScale(init_scale=2.0**23, growth_interval=6)
@@ -181,3 +182,14 @@ def test_a_compiled_step_refuses_a_state_of_other_parameters():
     state.opt_state.slots["exp_avg"]["w"] = torch.zeros(40, 48)
     with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="exp_avg of w"):
         torch.compile(step, fullgraph=True, backend="eager")(state, data)
+
+
+def test_a_compiled_step_of_many_tensors_shares_no_memory_with_a_parameter_without_a_gradient():
+    """Its launches are one operator each, which returns what took part."""
+    optimizer = ADAMW(counts="each")
+    params = {str(index): torch.ones(3) for index in range(20)}
+    grads = {**params, "7": None}
+    state = optimizer.init(params)
+    new = torch.compile(optimizer.step, backend="aot_eager")(params, grads, state)
+    assert same_bits(new, optimizer.step(params, grads, state))
+    assert not shares_memory((params, grads, state), new)

@@ -63,6 +63,7 @@ class KernelStepInTrace(KernelStep):
         """Return parameters and state after the step, unless it is skipped. Dynamo may write into
         the old ones; a graph of `jit` has no writes.
         """
+        old, _ = inputs.leaves_and_state_structure()
         inputs = inputs.with_state(with_step_counted(inputs.opt_state, skip))
         launches = inputs.plan.launches
         leaves, structure = inputs.leaves_and_state_structure()
@@ -83,6 +84,8 @@ class KernelStepInTrace(KernelStep):
                 itertools.chain(*launch.param_and_slot_indices), new, strict=True
             ):
                 stepped[index] = tensor
+        if not in_place:  # what took no part is still an argument
+            stepped = [n.clone() if n is o else n for n, o in zip(stepped, old, strict=True)]
         return stepped[:num_params], structure.unflatten(stepped[num_params:])
 
 

@@ -805,7 +805,7 @@ def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):
 @pytest.mark.parametrize("where", REFUSED)
 def test_a_weight_where_none_can_be_put_is_refused_by_name(where):
     model = nn.Sequential(nn.ReLU(), elsewhere(REFUSED[where], None))
-    named = r"^(a key of )?1\.kept\S* of the model holds its .* 1.*Fix: "
+    named = r"^((a key|an element) of )?1\.kept\S* of the model holds its .* 1.*Fix: "
     with pytest.raises(ValueError, match=named):
         ps.make_functional(model)
 

@@ -171,7 +171,8 @@ class _Walk:
         template = obj.copy()
         identity = self._add(self.containers, obj, template)
         if isinstance(obj, (dict, set)):
-            keys = [(f"a key of {path}", key) for key in obj if type(key) not in _ATOMS]
+            kind = "a key" if isinstance(obj, dict) else "an element"
+            keys = [(f"{kind} of {path}", key) for key in obj if type(key) not in _ATOMS]
             self.visited += keys
             self.shared += keys
         if isinstance(obj, collections.defaultdict):

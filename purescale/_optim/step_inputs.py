@@ -228,9 +228,6 @@ def _check_shards(
     _check_state_placements(opt_state, dict(zip(names, leaves, strict=True)))
 
 
-flatten_opt_state = FlatTree.of
-
-
 def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:
     for key, column in getattr(without_wrappers(opt_state), "slots", {}).items():
         for name, slot in zip(pytree.names(column), pytree.flatten(column)[0], strict=True):

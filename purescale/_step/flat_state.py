@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .._grads.clip import refuse_complex
 from .._loss_scale.scaling import check_scale
-from .._optim.step_inputs import StepInputs, flatten_opt_state, make_step_inputs
+from .._optim.step_inputs import StepInputs, make_step_inputs
 from .._step.train_state import TrainState, TrainStepOptions
 from .._torch.tracing import current_context
 from .._tree.matching import check_parameters
@@ -28,16 +28,16 @@ class FlatState(NamedTuple):
 def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     """Return the flat state of a step. Refuse a state that does not fit the optimizer."""
     optimizer, context = options.optimizer, current_context()
-    others = state.buffers, (state.scaler, state.step, state.rng, state.guard)
-    step = optimizer.find_inputs(context, (state.params, state.opt_state, *others))
+    control = state.scaler, state.step, state.rng, state.guard
+    trees = state.params, state.opt_state, state.buffers, control
+    step = optimizer.find_inputs(context, trees)
     if step is None:
-        flat_params, opt_state = FlatTree.of(state.params), flatten_opt_state(state.opt_state)
-        flat_trees = [flat_params, opt_state, *map(FlatTree.of, others)]
-        _check(state, options, flat_params)
-        inputs = make_step_inputs(optimizer, context, flat_params, opt_state)
+        flat_trees = list(map(FlatTree.of, trees))
+        _check(state, options, flat_trees[0])
+        inputs = make_step_inputs(optimizer, context, *flat_trees[:2])
         step = flat_trees, optimizer.prepare_inputs(flat_trees, inputs)
-    (flat_params, _, buffers, control), inputs = step
-    return FlatState(state, flat_params, buffers, control, inputs)
+    (flat_params, _, flat_buffers, flat_control), inputs = step
+    return FlatState(state, flat_params, flat_buffers, flat_control, inputs)
 
 
 def _check(state: TrainState, options: TrainStepOptions, flat_params: FlatTree) -> None:

@@ -49,7 +49,7 @@ def storage_pointer(leaf: Any) -> int | None:
         if leaf.layout is torch.strided:
             local = dtensor.local_shard(leaf) if dtensor.is_dtensor(leaf) else leaf
             return local.untyped_storage().data_ptr()
-        values = leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()
+        values = private.values(leaf) if leaf.layout is torch.sparse_coo else leaf.values()
         return values.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return None

@@ -169,6 +169,7 @@ class KernelStep:
         grads_match_params: bool = False,
     ) -> Iterator[tuple[LaunchPlan, KernelCall]]:
         """Yield each launch with its call, over these tensors and settings."""
+        t_by_device: dict[torch.device, Tensor] = {}  # cast once for each
         for launch in launches:
             function, settings = launch.function, launch.group.settings
             if not self._config.settings_are_constant:
@@ -178,7 +179,10 @@ class KernelStep:
             params, *slots = [list(map(leaves.__getitem__, column)) for column in columns]
             counts = [leaves[index] for index in launch.count_indices]
             if self.kernel.reads_counts and not counts:
-                counts = [applied.to(params[0].device, torch.float32)]
+                device = params[0].device
+                if device not in t_by_device:
+                    t_by_device[device] = applied.to(device, torch.float32)
+                counts = [t_by_device[device]]
             call = KernelCall(
                 function,
                 settings,

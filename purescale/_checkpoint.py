@@ -161,6 +161,7 @@ def save(path: Path, tree: Tree) -> None:
 
     Source of the rule: Pillai et al., All File Systems Are Not Created Equal (OSDI 2014).
     """
+    _check_path("save(path, tree)", path)
     target = _target(path)
     folder = os.path.dirname(target)
     d = _to_state_dict(tree, "tree")
@@ -212,6 +213,7 @@ def load(path: Path, like: TreeT) -> TreeT:
         ...     load(f"{folder}/scaler.pt", like=like)["scaler"].scale
         tensor(8.)
     """
+    _check_path("load(path, like=tree)", path)
     name = os.fsdecode(path)
     with open(name, "rb") as file:
         d = _read_file(name, file)
@@ -302,6 +304,14 @@ def _is_misread(record: zipfile.ZipInfo) -> bool:
     nothing was read, and zipfile goes by the name.
     """
     return bool(record.external_attr & _IS_DIRECTORY) and not record.is_dir()
+
+
+def _check_path(call: str, path: Any) -> None:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"path is {type(path).__name__}, expected a str or an os.PathLike. Fix: `{call}`, the "
+            "path first."
+        )
 
 
 def _target(path: Path) -> str:

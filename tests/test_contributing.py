@@ -212,9 +212,12 @@ def test_the_lines_that_clip_each_leaf_clip_each_leaf(monkeypatch):
     assert info.found_inf
     assert torch.equal(skipped.params["short"], params["short"])
 
-    def of_grads(grads):
-        return ps.unscale_and_step(sgd, state.scaler, grads, grads, state.opt_state).params.sum()
+    def of_grads(grads, scale):
+        scaler = state.scaler._replace(scale=scale)
+        return ps.unscale_and_step(sgd, scaler, grads, grads, state.opt_state).params.sum()
 
     state = ps.init_train_state(torch.zeros(2), {}, sgd, rule)
-    in_a_skip = torch.func.grad(of_grads)(torch.tensor([math.inf, 1.0]))
-    assert torch.equal(in_a_skip, torch.ones(2))
+    arguments = torch.tensor([math.inf, 1.0]), torch.tensor(4.0)
+    by_grads, by_scale = torch.func.grad(of_grads, argnums=(0, 1))(*arguments)
+    assert torch.equal(by_grads, torch.ones(2))
+    assert by_scale == 0

@@ -146,6 +146,33 @@ def test_the_derivatives_of_a_skipped_step_by_gradients_and_bound_are_zero(aroun
     assert [slope.tolist() for slope in slopes] == [[0.0] * 5, 0.0]
 
 
+@pytest.mark.parametrize("num_leaves", [2, 20])  # measured one by one, and joined
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("norm_type", [2.0, 5.0, float("inf")])
+def test_the_derivatives_of_a_skipped_and_clipped_step_by_scale_and_gradient_are_zero(
+    norm_type, bad, num_leaves
+):
+    sgd = ps.from_torch(OPTIM.SGD, lr=0.1, differentiable=True)
+    params = [torch.ones(5) for _ in range(num_leaves)]
+    rest = [torch.full((5,), 3.0) for _ in range(num_leaves - 1)]
+
+    def end(scale, grad):
+        scaler = ps.NoScale().init()._replace(scale=scale)
+        out = ps.unscale_and_step(
+            *(sgd, scaler, params, [grad, *rest], sgd.init(params)),
+            max_norm=1.0,
+            norm_type=norm_type,
+        )
+        return sum(param.sum() for param in out.params)
+
+    arguments = torch.tensor(4.0), torch.tensor([1.0, bad, -2.0, 0.0, 3.0])
+    for slopes in (
+        torch.func.grad(end, argnums=(0, 1))(*arguments),
+        torch.autograd.grad(end(*(x.requires_grad_() for x in arguments)), arguments),
+    ):
+        assert [slope.tolist() for slope in slopes] == [0.0, [0.0] * 5]
+
+
 def accumulated(grad):
     accum = ps.init_accum({"w": grad})
     accum = ps.accumulate_grads(accum, {"w": grad})

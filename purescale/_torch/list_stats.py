@@ -127,18 +127,15 @@ def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | N
     overflow or vanish.
     """
     present = [tensor for tensor in tensors if tensor.numel()]
-    p = None if norm_type == math.inf else norm_type
     if can_use_foreach([*present, divisor]):
         with torch.no_grad():
-            amaxes, norms = _list_stats(present, divisor, p)
+            amaxes, norms = _list_stats(present, divisor, norm_type)
     else:
-        amaxes, norms = _inline_stats(present, divisor, p)
+        amaxes, norms = _inline_stats(present, divisor, norm_type)
     if norm_type is None:
         return LocalStats(amaxes, None)
-    widest = widest_float(divisor.device)
-    if norm_type == math.inf:
-        norms = [(value / divisor).to(widest) for value in amaxes.values()]
-    norms = norms or [torch.zeros((), dtype=widest, device=divisor.device)]
+    device = divisor.device
+    norms = norms or [torch.zeros((), dtype=widest_float(device), device=device)]
     return LocalStats(amaxes, norm_of_norms(norms, norm_type))
 
 
@@ -162,8 +159,8 @@ def _inline_stats(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -
     if p is None or not amaxes:
         return amaxes, []
     # In the derivative of a step that is skipped, 0 * inf would be NaN.
-    finite = torch.stack([torch.isfinite(amax) for amax in amaxes.values()]).all()
-    tensors = [torch.where(finite, tensor, tensor.detach()) for tensor in tensors]
+    finite = LocalStats(amaxes, None).are_finite(divisor)
+    divisor, *tensors = [torch.where(finite, x, x.detach()) for x in (divisor, *tensors)]
     return amaxes, [_vector_norm(tensor, p, divisor) for tensor in tensors]
 
 
@@ -200,6 +197,8 @@ _JOINED = 2**18  # elements
 def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor) -> Tensor:
     """Return the p-norm of `tensors / divisor`, of one dtype, whose largest magnitude is `amax`."""
     widest = widest_float(tensors[0].device)
+    if p == math.inf:
+        return (amax / divisor).to(widest)
     if tensors[0].dtype.itemsize <= 4 and widest is torch.float64 and p <= _SAFE_POWER:
         norm: Tensor = torch.linalg.vector_norm(
             torch.stack(listops.norm(tensors, p, dtype=widest)), p

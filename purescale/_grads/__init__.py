@@ -1,8 +1,8 @@
 """Gradients as lists of dense, real tensors: measured, clipped, averaged.
 
 Gradients are measured together: whether they overflow, their norm, and the largest magnitude. On a
-CPU one pass gives overflow and norm, and another one the largest magnitude; elsewhere one pass
-gives overflow and largest magnitude, and another one the norm.
+CPU one pass gives overflow and 2-norm, and another one the largest magnitude; elsewhere, and for
+another norm, one pass gives overflow and largest magnitude, and another one the norm.
 
 Entry: `measure.measure`, whose specification is `measure.measure_exactly`;
 `clip.as_clip_settings` and `clip.clip_factor`; `accumulate.accumulate_grads`, a running mean for a

@@ -265,7 +265,7 @@ class DynamicScale:
 
     @builtin_update
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
+        """Return the state for the next step. `found_inf`: 0-d bool, True after an overflow.
         Reads a value on a CPU only; raises only for the state of another rule.
         """
         if current_context().host_can_read_cpu and may_update_on_host(scaler, found_inf):

@@ -1,4 +1,5 @@
-"""The protocol of an optimizer as pure functions, and optimizers made of others.
+"""The protocol of an optimizer as pure functions, that of one over lists, and optimizers made of
+others.
 
 A step makes lists of its trees, `step_inputs.StepInputs`, and calls a `FlatOptimizer` in this
 order: `plan(inputs)`, whose result is found again if arguments are alike (`find_inputs`);

@@ -188,9 +188,9 @@ class FlatOptimizer:
         state that belongs to others.
         """
         context = current_context()
-        step = self.find_inputs(context, (params, opt_state, grads, *others))
-        if step is not None:
-            (_, _, flat_grads, *flat_others), inputs = step
+        hit = self.find_inputs(context, (params, opt_state, grads, *others))
+        if hit is not None:
+            (_, _, flat_grads, *flat_others), inputs = hit
             return inputs, inputs.make_gradients(flat_grads), flat_others
         trees, inputs = flatten_step(self, context, params, grads, opt_state)
         gradients = inputs.make_gradients(trees[2])

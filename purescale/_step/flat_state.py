@@ -30,13 +30,13 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     optimizer, context = options.optimizer, current_context()
     control = state.scaler, state.step, state.rng, state.guard
     trees = state.params, state.opt_state, state.buffers, control
-    step = optimizer.find_inputs(context, trees)
-    if step is None:
+    hit = optimizer.find_inputs(context, trees)
+    if hit is None:
         flat_trees = list(map(FlatTree.of, trees))
         _check(state, options, flat_trees[0])
         inputs = make_step_inputs(optimizer, context, *flat_trees[:2])
-        step = flat_trees, optimizer.prepare_inputs(flat_trees, inputs)
-    (flat_params, _, flat_buffers, flat_control), inputs = step
+        hit = flat_trees, optimizer.prepare_inputs(flat_trees, inputs)
+    (flat_params, _, flat_buffers, flat_control), inputs = hit
     return FlatState(state, flat_params, flat_buffers, flat_control, inputs)
 
 

@@ -60,8 +60,8 @@ class KernelStepInTrace(KernelStep):
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, unless it is skipped. Dynamo may write into
-        the old ones; a graph of `jit` has no writes.
+        """Return parameters and state after the step, the old ones if it is skipped. Dynamo may
+        write into the old ones; a graph of `jit` has no writes.
         """
         old, _ = inputs.leaves_and_state_structure()
         inputs = inputs.with_state(with_step_counted(inputs.opt_state, skip))

@@ -128,7 +128,7 @@ class KernelStep:
         *,
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
-        """Return parameters and state after the step, unless it is skipped."""
+        """Return parameters and state after the step, the old ones if it is skipped."""
         plan, step_settings = inputs.plan, inputs.step_settings
         leaves, structure = inputs.leaves_and_state_structure()
         if not (plan.leaves_fit_kernel and in_place):

@@ -219,8 +219,8 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
             inputs.param_list, inputs.context
         ):
             return KernelOrFormulaPlan(groups)
-        kernel_step = KernelStepInTrace if inputs.context.traced else KernelStep
-        return kernel_step(self.config, self.kernel).plan(inputs, groups)
+        step_class = KernelStepInTrace if inputs.context.traced else KernelStep
+        return step_class(self.config, self.kernel).plan(inputs, groups)
 
     def step_or_skip(
         self,

@@ -9,11 +9,11 @@ leaves dense, real and local; `select.select`, old or new; `states.stack_states`
 `cache.TreeCache`, in which a plan is found by the trees of a call.
 Hands on: `pytree.FlatTree`, the leaves of a tree and its structure; `gradients.Gradients`, dense,
 real tensors with `as_leaves`, which turns results back into leaves.
-What is known of leaves, each narrower than the one before it:
+What is known of leaves; each of the second to the fourth implies those above it:
 all_plain_dense         of gradients: dense, real tensors of torch's own types, as `are_plain_dense`
 dense_without_history   of a list: also without a `grad_fn`, made outside of inference mode
 all_readable            of a step: also of a CPU, in eager mode, so that the host may read them
-all_writable            of a step, beside that: gapless, not empty, without `requires_grad`
+all_writable            of a step: `dense_without_history`, gapless, not empty, no `requires_grad`
 owned                   of gradients: nobody else can see their memory
 It is the lowest room that knows trees, so it has what all need besides trees: `scalars`,
 checks of numbers; `hints`, for mistaken names; `poison`, for donated arguments.

@@ -94,14 +94,14 @@ class Wrapper(FlatOptimizer):
         """
         self.check_state(inputs)
         pieces = [Piece(None, self.flat_optimizer.plan(self._decoded_stand_ins(inputs)))]
-        can_cut = self._inner_skips(inputs) and not inputs.context.traced
+        can_cut = self._inner_can_skip(inputs) and not inputs.context.traced
         cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
             decoded = map(self._decoded_stand_ins, _inputs_of_pieces(inputs, cuts))
             pieces = list(map(Piece, cuts, map(self.flat_optimizer.plan, decoded)))
         return pieces
 
-    def _inner_skips(self, inputs: StepInputs) -> bool:
+    def _inner_can_skip(self, inputs: StepInputs) -> bool:
         """Return True if the inner optimizer itself chooses between old and new, in place."""
         is_compiled = inputs.context.traced and torch.compiler.is_compiling()
         return self.can_step_in_pieces and not (is_compiled or self.differentiable)
@@ -131,12 +131,12 @@ class Wrapper(FlatOptimizer):
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
-        """Return parameters and state after the step, unless it is skipped: piece by piece, which
-        bounds the memory for what is decoded.
+        """Return parameters and state after the step, the old ones if it is skipped: piece by
+        piece, which bounds the memory for what is decoded.
         """
         pieces: list[Piece] = inputs.plan
         is_whole = skip is None and not in_place and len(pieces) == 1
-        if is_whole or not self._inner_skips(inputs):
+        if is_whole or not self._inner_can_skip(inputs):
             return super().step_or_skip(inputs, grads, skip, in_place=in_place)
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if inputs.context.traced:

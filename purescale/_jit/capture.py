@@ -128,6 +128,15 @@ def _watching(inputs: Sequence[Tensor]) -> Any:
             super().__init__()
             self.read: list[Tensor] = []
 
+        def __enter__(self) -> Any:
+            self._nothing_compiled = compiling_nothing()  # which begins when it is made
+            self._nothing_compiled.__enter__()
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            self._nothing_compiled.__exit__(*error)
+
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -191,7 +200,7 @@ class Program:
                     run()
                 # In the last run: what the first one has cached is read from outside. Within a
                 # mode `jit` would trace once more.
-                with compiling_nothing(), contextlib.nullcontext() if jitted else watched:
+                with contextlib.nullcontext() if jitted else watched:
                     run()
             with self.graph.recording():
                 self.others = self._settled(run())

@@ -193,3 +193,15 @@ def test_a_compiled_step_of_many_tensors_shares_no_memory_with_a_parameter_witho
     new = torch.compile(optimizer.step, backend="aot_eager")(params, grads, state)
     assert same_bits(new, optimizer.step(params, grads, state))
     assert not shares_memory((params, grads, state), new)
+
+
+def test_a_compiled_step_that_donates_counts_in_the_memory_of_the_counts():
+    optimizer, scaler = ADAMW(counts="each"), RULE.init()
+    params = {str(index): torch.ones(3) for index in range(20)}
+    state = optimizer.init(params)
+    addresses = {count.data_ptr() for count in state.counts.values()}
+    step = functools.partial(ps.unscale_and_step, optimizer, donate=True)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    out = compiled(scaler, params, ps.clone(params), state)
+    assert {count.data_ptr() for count in out.opt_state.counts.values()} == addresses
+    assert all(count == 1 for count in out.opt_state.counts.values())

@@ -451,6 +451,14 @@ def test_an_argument_that_is_no_plain_tensor_is_refused_by_its_path(argument, me
         in_order(lambda tree: tensors(tree))(argument)
 
 
+def test_a_function_without_arguments_may_hold_the_step_of_many_tensors():
+    def train():
+        params = {str(index): torch.full((3,), float(index)) for index in range(20)}
+        return ADAMW.step(params, params, ADAMW.init(params))
+
+    assert_close(ps.jit(train, backend="aot_eager")(), train())
+
+
 def test_a_result_that_is_no_tree_is_refused_by_its_path():
     with pytest.raises(TypeError, match=r"the result\['o'\] is object"):
         in_order(lambda x: {"o": object()})(torch.ones(2))

@@ -97,8 +97,14 @@ def test_a_hook_that_an_overridden_train_installs_is_in_no_call():
 
 @pytest.mark.parametrize(
     "train",  # none of which anybody asked for
-    [lambda self, x_pos, x_neg: 1 / 0, lambda self, data: 1 / 0, lambda self: 1 / 0],
-    ids=["two batches", "data", "nothing"],
+    [
+        lambda self, x_pos, x_neg: 1 / 0,
+        lambda self, data: 1 / 0,
+        lambda self, mode, data: 1 / 0,
+        lambda self, *, mode: 1 / 0,
+        lambda self: 1 / 0,
+    ],
+    ids=["two batches", "data", "a mode and data", "a mode by name", "nothing"],
 )
 @pytest.mark.parametrize("mode", [True, False])
 def test_a_train_that_takes_something_else_is_not_called(train, mode):

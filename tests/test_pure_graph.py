@@ -1,5 +1,7 @@
 """A function of tensors as a graph: no writes, results apart, and what is refused by its cause."""
 
+import tarfile
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -247,3 +249,6 @@ def test_an_error_of_the_function_itself_is_raised_as_it_is():
         trace(lambda x: [x @ x], [X])
     with pytest.raises(KeyError, match=r"missing"):
         trace(lambda x: [{}["missing"]], [X])
+    # An error of the package has this name too.
+    with pytest.raises(tarfile.ReadError, match=r"not a gzip file"):
+        trace(lambda x: [tarfile.TarFile.gzopen(__file__)], [X])

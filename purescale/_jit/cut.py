@@ -152,7 +152,6 @@ class _Stages:
 
     def __init__(self, module: Any, inputs: Nodes, compile: Compile) -> None:
         self._module, self._compile = module, compile
-        self._fake = inputs[0].meta["val"].fake_mode
         self._place = {node: place for place, node in enumerate(inputs)}
         self._number = len(inputs)
         self._stages: list[Stage] = []
@@ -170,7 +169,8 @@ class _Stages:
             new[node] = graph.node_copy(node, new.__getitem__)
         graph.output([new[node] for node in outs])
         values = [node.meta["val"] for node in ins]
-        run = self._compile(fx.GraphModule(self._module, graph), apart(self._fake, values))
+        examples = [apart(value.fake_mode, [value])[0] for value in values]
+        run = self._compile(fx.GraphModule(self._module, graph), examples)
         of_ins = self._getter(ins)
         self._add(lambda values: run(*of_ins(values)), dict(enumerate(outs)))
 

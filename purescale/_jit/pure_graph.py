@@ -325,9 +325,9 @@ _ENTRIES = (
 )
 # By words in errors. Without them an error is raised as it is.
 _CAUSES = {
-    "ReadError _coalesce": _ENTRIES,
-    "ReadError _to_sparse": _ENTRIES,
-    "ReadError": _READS,
+    "purescale._torch.reads.ReadError _coalesce": _ENTRIES,
+    "purescale._torch.reads.ReadError _to_sparse": _ENTRIES,
+    "purescale._torch.reads.ReadError": _READS,
     "data-dependent": _READS,
     "DataDependent": _READS,
     "DynamicOutputShape": _SHAPE,
@@ -487,7 +487,7 @@ def explained(kind: type[Exception] = Exception) -> Iterator[None]:
 def _cause(error: Exception) -> Cause | None:
     if isinstance(error, _EffectError):
         return error.args
-    text = f"{type(error).__name__} {error}"
+    text = f"{type(error).__module__}.{type(error).__name__} {error}"
     cause = next((cause for words, cause in _CAUSES.items() if words in text), None)
     if cause is _READS and _is_from(_DISTRIBUTIONS, error):
         return _VALIDATES

@@ -114,7 +114,7 @@ class Apply:
         """Run the forward eagerly, and put back what it changed of what other calls read."""
         learned, (_, _, train, method) = self._learned, call
         transformed, has_graph = under_transform(), torch.is_grad_enabled()
-        constants = self._constants
+        constants = {name for name in self._constants if is_constant(buffers[name])}
         # List kernels have no vmap rule.
         own_buffers = _copies(buffers, constants, one_by_one=transformed)
         tensors = {**params, **own_buffers}
@@ -442,5 +442,10 @@ def _set_mode(module: nn.Module, mode: bool) -> None:
 
 
 def _takes_mode(module: nn.Module) -> bool:
-    first = next(iter(inspect.signature(module.train).parameters.values()), None)
-    return first is not None and (first.name == "mode" or isinstance(first.default, bool))
+    signature = inspect.signature(module.train)
+    try:
+        signature.bind(True)
+    except TypeError:
+        return False
+    first = next(iter(signature.parameters.values()))
+    return first.name == "mode" or isinstance(first.default, bool)

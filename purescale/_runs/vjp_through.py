@@ -325,13 +325,15 @@ class _Run(NamedTuple):
 
 
 def _read(flags: list[Any]) -> list[bool]:
-    """Return which steps were skipped."""
-    if any(isinstance(flag, Tensor) and flag.ndim for flag in flags):
+    """Return which steps were skipped, from one read."""
+    tensors = [flag for flag in flags if isinstance(flag, Tensor)]
+    if any([flag.ndim for flag in tensors]):
         raise ValueError(
             "info.found_inf is no 0-d tensor; vjp_through follows one run. Fix: for an ensemble a "
             "run for each member, `vjp_through(step, member(states, i), ...)`."
         )
-    return list(map(bool, flags))
+    read = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [bool(next(read)) if isinstance(flag, Tensor) else bool(flag) for flag in flags]
 
 
 def _check_skipped(

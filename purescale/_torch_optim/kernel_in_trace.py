@@ -72,7 +72,7 @@ class KernelStepInTrace(KernelStep):
         if writes:
             stepped = writable_leaves(stepped, (), in_place=True)
         for launch in launches:
-            add_to_counts(stepped, launch.count_indices, skip)
+            add_to_counts(stepped, launch.count_indices, skip, in_place=writes)
         operands = stepped, inputs.opt_state.applied, grads, inputs.step_settings
         for launch, call in self.make_calls(launches, *operands):
             arguments = _operator_arguments(self.kernel, call, skip)

@@ -81,9 +81,10 @@ def checked_power_of_two(name: str, value: Any) -> float:
     """
     number = checked_real(name, value)
     if not 2.0**-149 <= number <= 2.0**127 or math.frexp(number)[0] != 0.5:
+        usual = {"growth_factor": 2.0, "backoff_factor": 0.5}.get(name, 2.0**16)
         raise ValueError(
             f"{name} must be a power of two between 2**-149 and 2**127, got {short_repr(value)}: "
-            f"any other factor rounds every gradient. Fix: {name}=0.5 or {name}=65536.0, as fits."
+            f"any other factor rounds every gradient. Fix: {name}={usual!r}."
         )
     return number
 

@@ -29,7 +29,7 @@ from .._jit.cut import (
 from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import clone_list
-from .._torch.reads import NoReads
+from .._torch.reads import NoReads, ReadError
 from .._torch.tracing import PLAIN_TYPES, innermost, is_unresolved, recording_in_jit
 
 
@@ -323,11 +323,9 @@ _ENTRIES = (
     "`x.to_dense()` in place of `x.coalesce()`; a step takes a sparse gradient as it is, and sums "
     "its duplicates",
 )
-# By words in errors. Without them an error is raised as it is.
+# By words in the errors of `NoReads`, and of torch. Without them torch's error is raised as it is.
+_CAUSES_OF_READS = {"_coalesce": _ENTRIES, "_to_sparse": _ENTRIES, "": _READS}
 _CAUSES = {
-    "purescale._torch.reads.ReadError _coalesce": _ENTRIES,
-    "purescale._torch.reads.ReadError _to_sparse": _ENTRIES,
-    "purescale._torch.reads.ReadError": _READS,
     "data-dependent": _READS,
     "DataDependent": _READS,
     "DynamicOutputShape": _SHAPE,
@@ -487,8 +485,9 @@ def explained(kind: type[Exception] = Exception) -> Iterator[None]:
 def _cause(error: Exception) -> Cause | None:
     if isinstance(error, _EffectError):
         return error.args
-    text = f"{type(error).__module__}.{type(error).__name__} {error}"
-    cause = next((cause for words, cause in _CAUSES.items() if words in text), None)
+    text = f"{type(error).__name__} {error}"
+    causes = _CAUSES_OF_READS if isinstance(error, ReadError) else _CAUSES
+    cause = next((cause for words, cause in causes.items() if words in text), None)
     if cause is _READS and _is_from(_DISTRIBUTIONS, error):
         return _VALIDATES
     by_ranks = isinstance(error, RuntimeError) and _is_from(_RANKS_FOLDER, error)

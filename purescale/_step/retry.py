@@ -22,8 +22,8 @@ RunWindow: TypeAlias = Callable[[HasScale], MeasuredWindow]
 def run_with_retries(
     options: TrainStepOptions, flat_state: FlatState, run_window: RunWindow
 ) -> MeasuredWindow:
-    """Return the result of `run_window(scaler)`: with `max_retries` at the first scale at
-    which the window is finite, for which the host reads flags.
+    """Return the result of `run_window(scaler)`: with `max_retries` at the first scale at which the
+    window is finite, for which the host reads flags.
 
     If no try is finite, return the one that lost the fewest microbatches, and of those the one at
     the highest scale. All ranks of a group read the same flags, so they retry together.

@@ -48,9 +48,8 @@ class KernelStepInTrace(KernelStep):
         leaves, _ = inputs.leaves_and_state_structure()
         pairs = [(leaves[n], leaves[slot]) for n, slot in inputs.plan.pairs_to_lay_out]
         slots = [slot for _, slot in pairs]
-        return may_be_opaque(inputs.params, grads.tensors, slots, scalars) and slots_follow_params(
-            pairs
-        )
+        opaque = may_be_opaque(inputs.params, grads.tensors, slots, scalars)
+        return opaque and slots_follow_params(pairs)
 
     def __call__(
         self,

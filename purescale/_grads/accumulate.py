@@ -156,7 +156,7 @@ def accumulate_grads(
     checked_weight = as_weight("weight is", weight, accum.weight)
     if found_inf is None:
         one = torch.ones((), dtype=torch.float32, device=accum.weight.device)
-        bad = measure(new, one).overflow
+        bad = measure(new, one)[0].overflow
     else:
         bad = as_flag(found_inf, like=accum.weight)
     in_place = donate and can_write_each([means.tensor_list], [*new.tensors, *accum[1:]])[0]

@@ -150,7 +150,7 @@ def clip_by_global_norm(
     one = torch.ones((), dtype=torch.float32, device=device)
     gradients = Gradients.of(flat)
     options = StatsOptions(norm_type, norm_group=group)
-    norm = norm_as_tensor(measure(gradients, one, options), device)
+    norm = norm_as_tensor(measure(gradients, one, options)[0], device)
     factor = clip_factor(norm, max_norm).to(gradients.factor_dtype)
     if donate:
         gradients = gradients.owned_unless_shared([max_norm])

@@ -62,45 +62,30 @@ class GradStats(NamedTuple):
     read_as_finite: bool = False
 
 
-def measure(grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY) -> GradStats:
-    """Return the stats of `grads` over their divisor. `scale` is the loss scale. An unusable one
-    (0, negative, inf or NaN) counts as overflow, even for unscaled gradients.
-
-    On an accelerator and in a trace nothing is read. On a CPU the 2-norm is read, and the exact way
-    is taken if it tells too little.
-    """
-    if options.all_readable or host_can_decide([scale], grads.tensors):
-        stats = _stats_from_norm(grads, scale, options)
-        if stats is not None:
-            return stats
-    return measure_exactly(grads, scale, options)
-
-
-def measure_and_unscale(
+def measure(
     grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY
 ) -> tuple[GradStats, Gradients]:
-    """Return `measure(grads, scale, options), grads`. The division by `scale`, which is pending, is
-    applied if it takes no pass of its own: to owned gradients of which only the overflow is asked.
+    """Return the stats of `grads` over their divisor, and the same gradients: unscaled, if that
+    takes no pass of its own. `scale` is the loss scale. An unusable one (0, negative, inf or NaN)
+    counts as overflow, even for unscaled gradients.
+
+    On an accelerator and in a trace nothing is read. On a CPU torch's operator checks and divides
+    owned gradients of which only the overflow is asked. Of others the 2-norm is read, and the exact
+    way is taken if it tells too little.
     """
-    if not (
-        options.only_overflow
-        and grads.owned
-        and (options.all_readable or host_can_decide([scale], grads.tensors))
-        and _operator_is_exact(grads, scale)
-    ):
-        return measure(grads, scale, options), grads
-    flag = scale.new_zeros(())
-    private.unscale_and_check_(grads.tensors, flag, scale.reciprocal())
-    torch.autograd.graph.increment_version(grads.tensors)  # the operator leaves them as they were
-    overflow = flag.bool()
-    stats = GradStats(overflow, None, None, read_as_finite=not overflow)
-    return stats, grads._replace(pending=NOTHING_PENDING)
+    if options.all_readable or host_can_decide([scale], grads.tensors):
+        if options.only_overflow and grads.owned and _operator_is_exact(grads, scale):
+            return _check_and_unscale(grads, scale)
+        stats = _stats_from_norm(grads, scale, options)
+        if stats is not None:
+            return stats, grads
+    return measure_exactly(grads, scale, options), grads
 
 
 def measure_exactly(
     grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY
 ) -> GradStats:
-    """Return what `measure` returns, by its specification: the largest magnitudes and the norm in
+    """Return the stats of `measure`, by their specification: the largest magnitudes and the norm in
     the widest dtype of the device. Nothing is read.
     """
     divisor = _divisor(grads, scale)
@@ -185,6 +170,16 @@ def _operator_is_exact(grads: Gradients, scale: Tensor) -> bool:
     number, is_float32 = scale.item(), scale.dtype is torch.float32
     is_power_of_two = math.frexp(number)[0] == 0.5
     return is_float32 and is_power_of_two and 1 <= number <= 2.0**126
+
+
+def _check_and_unscale(grads: Gradients, scale: Tensor) -> tuple[GradStats, Gradients]:
+    """Return whether the gradients overflow, as stats, and the gradients unscaled in place."""
+    flag = scale.new_zeros(())
+    private.unscale_and_check_(grads.tensors, flag, scale.reciprocal())
+    torch.autograd.graph.increment_version(grads.tensors)  # the operator leaves them as they were
+    overflow = flag.bool()
+    stats = GradStats(overflow, None, None, read_as_finite=not overflow)
+    return stats, grads._replace(pending=NOTHING_PENDING)
 
 
 def _stats_from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradStats | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._distributed.process_group import Group
-from .._grads.measure import StatsOptions, measure_and_unscale
+from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale, StaticScale
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
@@ -111,7 +111,7 @@ def unscale_and_check(
     if donate:
         gradients = gradients.owned_unless_shared(pytree.tensors(scaler))
     gradients = gradients._replace(pending=Pending(divisor=scaler.scale))
-    stats, gradients = measure_and_unscale(gradients, scaler.scale, StatsOptions(group=group))
+    stats, gradients = measure(gradients, scaler.scale, StatsOptions(group=group))
     return flat.structure.unflatten(gradients.apply_pending().leaves), stats.overflow
 
 

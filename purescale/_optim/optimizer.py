@@ -5,6 +5,7 @@ structure and metadata decide about them is decided once for arguments that are 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .._optim.opt_state import with_iteration_counted
 from .._optim.param_structure import ParamStructure
-from .._optim.step_inputs import StepInputs, flatten_step
+from .._optim.step_inputs import StepInputs, make_step_inputs
 from .._torch.autocast import outside_autocast
 from .._torch.tensor_list import ListMetadata, are_comparable
 from .._torch.tracing import (
@@ -26,7 +27,7 @@ from .._tree.aliasing import copy_aliased
 from .._tree.cache import TreeCache
 from .._tree.gradients import Gradients
 from .._tree.leaves import are_real_floating
-from .._tree.matching import matching_leaves
+from .._tree.matching import check_parameters, grads_like_params, matching_leaves
 from .._tree.pytree import FlatTree, Tree
 from .._tree.scalars import protocol_violation
 from .._tree.select import select_leaves
@@ -63,7 +64,7 @@ class CachedStep(NamedTuple):
 
     param_structure: ParamStructure
     plan: Any
-    leaves_metadata: ListMetadata  # of `all_leaves`
+    leaves_metadata: ListMetadata  # of `dense_leaves`
     all_writable: bool
     all_readable: bool
 
@@ -72,7 +73,7 @@ class FlatOptimizer:
     """An optimizer over the lists of `StepInputs`. A subclass has `init`, `compute_step` (or
     `step_or_skip`, if it can skip a step itself), and perhaps `agreed_settings`, `plan` and
     `evaluate_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` prepares the
-    step at its start, by `find_inputs` or `prepare_inputs`, and runs it at its end, by `run_step`.
+    step at its start, by `prepare`, and runs it at its end, by `run_step`.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -104,7 +105,7 @@ class FlatOptimizer:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        inputs, gradients, _ = self.prepare_with_grads(params, grads, opt_state)
+        inputs, gradients, _ = self.prepare_by_hand(params, grads, opt_state)
         return self.run_step(inputs, gradients)
 
     def grad_mode(self, context: CallContext) -> torch.set_grad_enabled:
@@ -136,69 +137,63 @@ class FlatOptimizer:
         plan, step_settings = self.plan(inputs), self.evaluate_settings(inputs.opt_state)
         return inputs._replace(plan=plan, step_settings=step_settings)
 
-    def find_inputs(
-        self, context: CallContext, trees: tuple[Tree, ...]
-    ) -> tuple[list[FlatTree], StepInputs] | None:
-        """Return `trees` flat (parameters, the state of the optimizer, and others), and the inputs
-        of a step over them. None if no step over trees like these is cached.
+    def prepare(
+        self,
+        context: CallContext,
+        trees: tuple[Tree, ...],
+        flatten: Callable[[], tuple[list[FlatTree], StepInputs]],
+    ) -> tuple[list[FlatTree], StepInputs]:
+        """Return trees flat (parameters, the state of the optimizer, and others), and the inputs of
+        a step over them, planned. If no step over trees like these is cached, `flatten` checks them
+        and returns both without a plan. `plan` refuses what does not fit.
         """
-        if not (self.caches_steps and context.reuses_plans):  # Dynamo cannot make the cache
-            return None
-        if (hit := self.cache.find(context, trees)) is None:
-            return None
-        flat_trees, cached = hit
-        flat_params, flat_opt_state = flat_trees[:2]
-        inputs = StepInputs.of_dense(
-            *(context, cached.param_structure, flat_params, flat_opt_state),
-            metadata=cached.leaves_metadata,
-            plan=cached.plan,
-            step_settings=self.evaluate_settings(flat_opt_state.tree),
-            all_writable=cached.all_writable,
-            all_readable=cached.all_readable,
-        )
-        return flat_trees, inputs
-
-    def prepare_inputs(
-        self, flat_trees: list[FlatTree], inputs: StepInputs, *, reuse: bool = True
-    ) -> StepInputs:
-        """Return the inputs of a step over checked trees, planned. `find_inputs` finds it from now
-        on, unless `reuse` is False. `plan` refuses what does not fit.
-        """
+        caches = self.caches_steps and context.reuses_plans  # Dynamo cannot make the cache
+        if caches and (hit := self.cache.find(context, trees)) is not None:
+            flat_trees, cached = hit
+            flat_params, flat_opt_state = flat_trees[:2]
+            return flat_trees, StepInputs.of_dense(
+                *(context, cached.param_structure, flat_params, flat_opt_state),
+                metadata=cached.leaves_metadata,
+                plan=cached.plan,
+                step_settings=self.evaluate_settings(flat_opt_state.tree),
+                all_writable=cached.all_writable,
+                all_readable=cached.all_readable,
+            )
+        flat_trees, inputs = flatten()
+        inputs = self.with_plan_and_settings(inputs)
         lists = [tree.tensor_list for tree in flat_trees]
+        all_dense = context.reuses_plans and all([x.dense_without_history for x in lists])
         # Complex parameters may be refused by a setting, such as `clip_value`: they are
         # checked in each step.
-        can_reuse = inputs.context.reuses_plans and all([x.dense_without_history for x in lists])
-        can_reuse = can_reuse and are_real_floating(inputs.param_list.dtypes)
-        inputs = self.with_plan_and_settings(inputs)
-        writable = can_reuse and all(
-            [x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists]
-        )
-        readable = can_reuse and inputs.context.host_can_read_cpu and not self.differentiable
+        if not (all_dense and are_real_floating(inputs.param_list.dtypes)):
+            return flat_trees, inputs
+        writable = all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists])
+        readable = context.host_can_read_cpu and not self.differentiable
         readable = readable and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
-        if can_reuse and reuse and self.caches_steps:
+        if caches:
             decisions = inputs.param_structure, inputs.plan, ListMetadata(), writable, readable
-            self.cache.insert(inputs.context, flat_trees, CachedStep(*decisions))
-        return inputs._replace(all_writable=writable, all_readable=readable)
+            self.cache.insert(context, flat_trees, CachedStep(*decisions))
+        return flat_trees, inputs._replace(all_writable=writable, all_readable=readable)
 
-    def prepare_with_grads(
+    def prepare_by_hand(
         self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree
     ) -> tuple[StepInputs, Gradients, list[FlatTree]]:
-        """Return the inputs of a step over these and other trees, found or prepared, its gradients,
-        and the others, flat. Refuse, naming the leaf, gradients that do not fit `params`, and a
-        state that belongs to others.
+        """Return the inputs of a step over these and other trees, planned, its gradients, and the
+        others, flat. Refuse, naming the leaf, gradients that do not fit `params`, and a state that
+        belongs to others.
         """
         context = current_context()
-        hit = self.find_inputs(context, (params, opt_state, grads, *others))
-        if hit is not None:
-            (_, _, flat_grads, *flat_others), inputs = hit
-            return inputs, inputs.make_gradients(flat_grads), flat_others
-        trees, inputs = flatten_step(self, context, params, grads, opt_state)
-        gradients = inputs.make_gradients(trees[2])
-        # A step is found by `grads` in their own order: it is reused if that is the parameters'.
-        same_order = context.reuses_plans and pytree.flatten(grads)[1] == trees[0].structure
-        flat_others = list(map(FlatTree.of, others))
-        inputs = self.prepare_inputs([*trees, *flat_others], inputs, reuse=same_order)
-        return inputs, gradients, flat_others
+
+        def flatten() -> tuple[list[FlatTree], StepInputs]:
+            flat_params, flat_opt_state = FlatTree.of(params), FlatTree.of(opt_state)
+            check_parameters(flat_params)
+            flat_grads = grads_like_params(flat_params, grads)
+            inputs = make_step_inputs(self, context, flat_params, flat_opt_state, flat_grads)
+            return [flat_params, flat_opt_state, flat_grads, *map(FlatTree.of, others)], inputs
+
+        trees = params, opt_state, grads, *others
+        (_, _, flat_grads, *flat_others), inputs = self.prepare(context, trees, flatten)
+        return inputs, inputs.make_gradients(flat_grads), flat_others
 
     # ---- a step, run
 

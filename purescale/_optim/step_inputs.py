@@ -14,12 +14,7 @@ from .._torch.tensor_list import ListMetadata, TensorList
 from .._torch.tracing import CallContext, is_unresolved, refuse_graph_end
 from .._tree import pytree
 from .._tree.gradients import Gradients, as_gradients
-from .._tree.matching import (
-    check_names,
-    check_parameters,
-    grads_like_params,
-    refuse_autograd_history,
-)
+from .._tree.matching import check_names, refuse_autograd_history
 from .._tree.pytree import FlatTree, Leaves, Tree
 
 
@@ -40,8 +35,8 @@ class StepInputs(NamedTuple):
     param_list: TensorList
     opt_state: Tree
     # parameters, then all leaves of the state; None unless all are `dense_without_history`
-    all_leaves: TensorList | None = None
-    state_structure: Any = None  # of the state, if `all_leaves` is there
+    dense_leaves: TensorList | None = None
+    state_structure: Any = None  # of the state, if `dense_leaves` is there
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     piece_positions: Any = None  # of a piece of a larger step, for the wrapper that makes it
@@ -63,7 +58,7 @@ class StepInputs(NamedTuple):
         **others: Any,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are `dense_without_history`. `metadata` is that
-        of `all_leaves`; `others` are other fields.
+        of `dense_leaves`; `others` are other fields.
         """
         leaves = [*flat_params.leaves, *flat_opt_state.leaves]
         return cls(
@@ -71,7 +66,7 @@ class StepInputs(NamedTuple):
             param_structure,
             flat_params.tensor_list,
             flat_opt_state.tree,
-            all_leaves=TensorList(leaves, metadata, dense_without_history=True),
+            dense_leaves=TensorList(leaves, metadata, dense_without_history=True),
             state_structure=flat_opt_state.structure,
             **others,
         )
@@ -94,14 +89,14 @@ class StepInputs(NamedTuple):
 
     def with_state(self, opt_state: Tree) -> StepInputs:
         """Return the inputs with another state."""
-        return self._replace(opt_state=opt_state, all_leaves=None)
+        return self._replace(opt_state=opt_state, dense_leaves=None)
 
     def leaves_and_state_structure(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
         """
-        if self.all_leaves is not None:
-            return self.all_leaves.tensors, self.state_structure
+        if self.dense_leaves is not None:
+            return self.dense_leaves.tensors, self.state_structure
         leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
@@ -109,7 +104,7 @@ class StepInputs(NamedTuple):
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
         """
-        if self.all_leaves is not None:
+        if self.dense_leaves is not None:
             return Gradients(flat_grads.tensor_list, flat_grads.leaves, True)
         leaves = flat_grads.leaves
         params = self.param_structure.with_none(self.global_params)
@@ -146,19 +141,6 @@ class StepInputs(NamedTuple):
         if self.global_trees is None:
             return trees
         return pytree.map(dtensor.from_local_like, self.global_trees, trees)
-
-
-def flatten_step(
-    optimizer: OptimizerTraits, context: CallContext, params: Tree, grads: Tree, opt_state: Tree
-) -> tuple[list[FlatTree], StepInputs]:
-    """Return parameters, state and gradients, flat and checked, and the inputs of a step over them,
-    as `make_step_inputs`. Refuse, naming the leaf, gradients that do not fit `params`.
-    """
-    flat_params, flat_opt_state = FlatTree.of(params), FlatTree.of(opt_state)
-    check_parameters(flat_params)
-    flat_grads = grads_like_params(flat_params, grads)
-    inputs = make_step_inputs(optimizer, context, flat_params, flat_opt_state, flat_grads)
-    return [flat_params, flat_opt_state, flat_grads], inputs
 
 
 def make_step_inputs(

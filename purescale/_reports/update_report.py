@@ -11,12 +11,11 @@ from torch import Tensor
 
 from .._optim.optimizer import AdaptedOptimizer, Optimizer, as_flat_optimizer
 from .._optim.partition import PartitionOptimizer
-from .._optim.step_inputs import StepInputs, flatten_step
+from .._optim.step_inputs import StepInputs
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, local_shard
 from .._torch.dtypes import widest_float
-from .._torch.tracing import current_context
 from .._torch_optim.param_group_optimizer import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._tree import pytree
 from .._tree.gradients import Gradients
@@ -240,9 +239,7 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
     Source of the rule: the exact update of Collage (arXiv 2405.03637).
     """
     flat_optimizer = as_flat_optimizer(optimizer)
-    trees, inputs = flatten_step(flat_optimizer, current_context(), params, grads, opt_state)
-    gradients = inputs.make_gradients(trees[2])
-    flat_optimizer.plan(inputs)
+    inputs, gradients, _ = flat_optimizer.prepare_by_hand(params, grads, opt_state)
     with torch.no_grad():
         return inputs.param_structure.unflatten(_wanted(flat_optimizer, inputs, gradients))
 

@@ -30,20 +30,21 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     optimizer, context = options.optimizer, current_context()
     control = state.scaler, state.step, state.rng, state.guard
     trees = state.params, state.opt_state, state.buffers, control
-    hit = optimizer.find_inputs(context, trees)
-    if hit is None:
+
+    def flatten() -> tuple[list[FlatTree], StepInputs]:
         flat_trees = list(map(FlatTree.of, trees))
         _check(state, options, flat_trees[0])
-        inputs = make_step_inputs(optimizer, context, *flat_trees[:2])
-        hit = flat_trees, optimizer.prepare_inputs(flat_trees, inputs)
-    (flat_params, _, flat_buffers, flat_control), inputs = hit
+        return flat_trees, make_step_inputs(optimizer, context, *flat_trees[:2])
+
+    flat_trees, inputs = optimizer.prepare(context, trees, flatten)
+    flat_params, _, flat_buffers, flat_control = flat_trees
     return FlatState(state, flat_params, flat_buffers, flat_control, inputs)
 
 
 def _check(state: TrainState, options: TrainStepOptions, flat_params: FlatTree) -> None:
     """Refuse parameters of the wrong kind, on another device than the scale, or without order where
     they are clipped by value. A step that is found is not checked again, so a setting may refuse
-    only leaves of which no step is kept, as in `prepare_inputs`.
+    only leaves of which no step is kept, as in `FlatOptimizer.prepare`.
     """
     check_parameters(flat_params, "state.params")
     leaves, scale = flat_params.leaves, state.scaler.scale

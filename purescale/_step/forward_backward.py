@@ -100,14 +100,14 @@ class ForwardBackward:
         buffers: Leaves,
         microbatch: Any,
         *,
-        take_ownership: bool = True,
+        owned: bool = True,
         on_grad: OnGrad | None = None,
         refuse_repeats: bool = True,
     ) -> MicrobatchResult:
         """Return the result of one microbatch. If `on_grad(index, gradient)` is given, it takes
         each gradient as the backward makes it, as in `stream_gradients`, and the result has none.
-        Unless it is to `take_ownership`, a custom backward or a hook may still hold the gradients,
-        so they must only be read.
+        Unless they are to be `owned`, a custom backward or a hook may still hold the gradients, so
+        they must only be read.
         """
         if self.uses_torch_func:
             return self._call_torch_func(buffers, microbatch)
@@ -122,9 +122,7 @@ class ForwardBackward:
             grads = materialize_grads(graph, param_leaves)
         else:
             raw = compute_gradients(loss, param_leaves)
-            grads = (
-                donation.take_ownership(raw) if take_ownership else list(map(Tensor.detach, raw))
-            )
+            grads = donation.take_ownership(raw) if owned else list(map(Tensor.detach, raw))
             if self.sharded:
                 pairs = zip(grads, param_leaves, strict=True)
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]

@@ -191,7 +191,7 @@ def _accumulate_several(
                 # The graph of one microbatch at a time: each is made again in the backward.
                 out = checkpoint(forward_backward, buffers, microbatch, use_reentrant=False)
             else:
-                out = forward_backward(buffers, microbatch, take_ownership=first)
+                out = forward_backward(buffers, microbatch, owned=first)
             updates_buffers = mean.add_microbatch_grads(index, out.grads)
         # If a microbatch is dropped, what it did to the buffers is too.
         if isinstance(updates_buffers, Tensor):

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import as_clip_settings
-from .._grads.measure import StatsOptions, measure_and_unscale
+from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale, Rule, check_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.agree import prepare_on_all_ranks
@@ -205,7 +205,7 @@ def _run_stages(
     def run_window(scaler: HasScale) -> MeasuredWindow:
         window = accumulate(options, flat_state, scaler.scale, microbatches, weights, memory)
         window = reduce_window(window, flat_state)
-        stats, grads = measure_and_unscale(window.grads, scaler.scale, stats_options)
+        stats, grads = measure(window.grads, scaler.scale, stats_options)
         window = window._replace(grads=grads)
         return MeasuredWindow(window, stats, window_flags(window, stats.overflow), scaler)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.clip import as_clip_settings, refuse_complex
-from .._grads.measure import StatsOptions, measure_and_unscale
+from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_scale
 from .._optim.optimizer import Optimizer, as_flat_optimizer
@@ -89,7 +89,7 @@ def maybe_step(
     optimizers.
     """
     flat_optimizer = as_flat_optimizer(optimizer)
-    inputs, gradients, _ = flat_optimizer.prepare_with_grads(params, grads, opt_state)
+    inputs, gradients, _ = flat_optimizer.prepare_by_hand(params, grads, opt_state)
     skip = as_flag(found_inf, like=next(iter(inputs.params), None))
     in_place = (
         donate and decide_writes_by_hand(flat_optimizer, inputs, gradients, [skip]).params_and_state
@@ -166,7 +166,7 @@ def unscale_and_step(
     flat_optimizer = as_flat_optimizer(optimizer)
     scale = scaler.scale
 
-    inputs, grads, [flat_scaler] = flat_optimizer.prepare_with_grads(
+    inputs, grads, [flat_scaler] = flat_optimizer.prepare_by_hand(
         params, scaled_grads, opt_state, scaler
     )
     check_scale(scale, params, grads.templates, "grads", grads.tensor_list)
@@ -186,7 +186,7 @@ def unscale_and_step(
         norm_group=norm_group,
         all_readable=inputs.all_readable,
     )
-    stats, grads = measure_and_unscale(grads, scale, stats_options)
+    stats, grads = measure(grads, scale, stats_options)
     decision = decide(stats, clip, grads)
     stepped = flat_optimizer.run_step(
         inputs, decision.grads, decision.skip_or_none, in_place=may_write.params_and_state

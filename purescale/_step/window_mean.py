@@ -82,7 +82,7 @@ class WindowMean:
         grads = as_gradients(leaves, self.pending, param_list=param_list)
         has_weight = self.weights.has_weight[index]
         if self.measures_microbatches:
-            self.overflows.append(measure(grads, self.scale).overflow)
+            self.overflows.append(measure(grads, self.scale)[0].overflow)
         if self.stays_scaled:
             self.sums = self.add_weighted(self.sums, grads.tensors, index)
             return has_weight

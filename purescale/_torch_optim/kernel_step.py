@@ -68,7 +68,7 @@ class KernelStep:
             if slots
             for pair in zip(launch.param_and_slot_indices[0], slots, strict=True)
         ]
-        dense = inputs.all_leaves
+        dense = inputs.dense_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         fits = is_dense and slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
         return KernelOrFormulaPlan(groups, self, launches, [] if fits else pairs, fits)

@@ -112,15 +112,18 @@ class TreeCache(MetadataCache[TreeEntry]):
     def insert(self, context: CallContext, flat_trees: Sequence[FlatTree], value: Any) -> None:
         """Keep a value for trees like these. Left out are trees with a leaf that is None, is not
         plain, dense and real, or has a `grad_fn`; with containers other than Python's or keys that
-        are not strings, which could keep an object of a user's alive; and with one tensor twice,
-        because their matcher never matches.
+        are not strings, which could keep an object of a user's alive; with one tensor twice,
+        because their matcher never matches; and with leaves in the order of another tree.
         """
         all_dense = all([tree.tensor_list.dense_without_history for tree in flat_trees])
         if not (context.reuses_plans and all_dense):
             return
         arguments = tuple([tree.tree for tree in flat_trees])
         leaves, structure = flatten(arguments)
-        if len(set(map(id, leaves))) < len(leaves) or not is_of_builtins(structure):
+        in_own_order = itertools.chain.from_iterable([tree.leaves for tree in flat_trees])
+        if not (len(set(map(id, leaves))) == len(leaves) and is_of_builtins(structure)):
+            return
+        if not all(map(operator.is_, leaves, in_own_order)):
             return
         ends = list(itertools.accumulate([len(tree.leaves) for tree in flat_trees], initial=0))
         slices, structures = map(slice, ends, ends[1:]), structure.children()  # type: ignore[attr-defined]

@@ -11,10 +11,11 @@ from helpers import assert_close, clone, same_bits, started, tensors
 from test_foreach import Launched, WithoutDriver, fake_cuda
 
 import purescale as ps
+from purescale._grads import list_stats
 from purescale._jit.cut import compiled_in_stages
 from purescale._jit.jit import FlatFunction
 from purescale._jit.pure_graph import trace
-from purescale._torch import list_stats, tracing
+from purescale._torch import tracing
 from purescale._tree import pytree as tree
 
 in_order = functools.partial(ps.jit, backend="aot_eager")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
-from purescale._torch import list_stats
+from purescale._grads import list_stats
 from purescale._torch_optim.kernels import keyword_arguments
 from purescale.testing import assert_sync_free
 

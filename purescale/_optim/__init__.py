@@ -2,13 +2,13 @@
 others.
 
 A step makes lists of its trees, `step_inputs.StepInputs`, and calls a `FlatOptimizer` in this
-order: `plan(inputs)`, whose result is found again if arguments are alike (`prepare`);
+order: `plan(inputs)`, whose result is found again if arguments are alike (`find_or_plan`);
 `evaluate_settings`; `run_step`. Eagerly on a CPU `run_step` reads the flag of a skip, and a skipped
 step returns the old state. Elsewhere, and if a derivative may go through the step, `step_or_skip`
 calls `compute_step` and selects old or new by a mask, unless a subclass can skip a step itself.
 
 optimizer       Optimizer, the protocol of trees, `init` and `step`; FlatOptimizer, that of lists:
-                its step is prepared (found by structure and metadata, or planned) and run
+                its step is found by structure and metadata, or planned, and run
 param_structure the place of each parameter in its tree
 step_inputs     parameters as a list, and the state, of a step
 opt_state       the state of a class of torch.optim, and where it is in the states of others

@@ -26,7 +26,6 @@ from .._tree import pytree
 from .._tree.aliasing import copy_aliased
 from .._tree.cache import TreeCache
 from .._tree.gradients import Gradients
-from .._tree.leaves import are_real_floating
 from .._tree.matching import check_parameters, grads_like_params, matching_leaves
 from .._tree.pytree import FlatTree, Tree
 from .._tree.scalars import protocol_violation
@@ -59,7 +58,7 @@ class Optimizer(Protocol):
         """
 
 
-class CachedStep(NamedTuple):
+class CachedPlan(NamedTuple):
     """The decisions that hold for all steps over arguments that are alike, as in `StepInputs`."""
 
     param_structure: ParamStructure
@@ -73,7 +72,7 @@ class FlatOptimizer:
     """An optimizer over the lists of `StepInputs`. A subclass has `init`, `compute_step` (or
     `step_or_skip`, if it can skip a step itself), and perhaps `agreed_settings`, `plan` and
     `evaluate_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` prepares the
-    step at its start, by `prepare`, and runs it at its end, by `run_step`.
+    step at its start, by `find_or_plan`, and runs it at its end, by `run_step`.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -94,7 +93,7 @@ class FlatOptimizer:
     can_step_in_pieces: bool = False
     # True if it lives for more than one call, so that a cache is of use.
     caches_steps: bool = True
-    agreed_settings: Any  # what ranks compare of it
+    agreed_settings: Any  # what ranks compare of it, if it has this
 
     def init(self, params: Tree) -> Tree:
         """Return the state before the first step, as `Optimizer.init`."""
@@ -129,7 +128,7 @@ class FlatOptimizer:
 
     @functools.cached_property
     def cache(self) -> TreeCache:
-        """Each `CachedStep` of this optimizer."""
+        """Each `CachedPlan` of this optimizer."""
         return TreeCache()
 
     def with_plan_and_settings(self, inputs: StepInputs) -> StepInputs:
@@ -137,7 +136,7 @@ class FlatOptimizer:
         plan, step_settings = self.plan(inputs), self.evaluate_settings(inputs.opt_state)
         return inputs._replace(plan=plan, step_settings=step_settings)
 
-    def prepare(
+    def find_or_plan(
         self,
         context: CallContext,
         trees: tuple[Tree, ...],
@@ -152,7 +151,10 @@ class FlatOptimizer:
             flat_trees, cached = hit
             flat_params, flat_opt_state = flat_trees[:2]
             return flat_trees, StepInputs.of_dense(
-                *(context, cached.param_structure, flat_params, flat_opt_state),
+                context,
+                cached.param_structure,
+                flat_params,
+                flat_opt_state,
                 metadata=cached.leaves_metadata,
                 plan=cached.plan,
                 step_settings=self.evaluate_settings(flat_opt_state.tree),
@@ -162,17 +164,20 @@ class FlatOptimizer:
         flat_trees, inputs = flatten()
         inputs = self.with_plan_and_settings(inputs)
         lists = [tree.tensor_list for tree in flat_trees]
-        all_dense = context.reuses_plans and all([x.dense_without_history for x in lists])
-        # Complex parameters may be refused by a setting, such as `clip_value`: they are
-        # checked in each step.
-        if not (all_dense and are_real_floating(inputs.param_list.dtypes)):
+        if not (context.reuses_plans and all([x.dense_without_history for x in lists])):
             return flat_trees, inputs
         writable = all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists])
         readable = context.host_can_read_cpu and not self.differentiable
         readable = readable and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
         if caches:
-            decisions = inputs.param_structure, inputs.plan, ListMetadata(), writable, readable
-            self.cache.insert(context, flat_trees, CachedStep(*decisions))
+            cached = CachedPlan(
+                param_structure=inputs.param_structure,
+                plan=inputs.plan,
+                leaves_metadata=ListMetadata(),
+                all_writable=writable,
+                all_readable=readable,
+            )
+            self.cache.insert(context, flat_trees, cached)
         return flat_trees, inputs._replace(all_writable=writable, all_readable=readable)
 
     def prepare_by_hand(
@@ -192,7 +197,7 @@ class FlatOptimizer:
             return [flat_params, flat_opt_state, flat_grads, *map(FlatTree.of, others)], inputs
 
         trees = params, opt_state, grads, *others
-        (_, _, flat_grads, *flat_others), inputs = self.prepare(context, trees, flatten)
+        (_, _, flat_grads, *flat_others), inputs = self.find_or_plan(context, trees, flatten)
         return inputs, inputs.make_gradients(flat_grads), flat_others
 
     # ---- a step, run

@@ -105,7 +105,7 @@ class StepInputs(NamedTuple):
         naming the leaf, one that is not over the mesh of its parameter.
         """
         if self.dense_leaves is not None:
-            return Gradients(flat_grads.tensor_list, flat_grads.leaves, True)
+            return Gradients.of(flat_grads)
         leaves = flat_grads.leaves
         params = self.param_structure.with_none(self.global_params)
         if dtensor.any_dtensor([*leaves, *params]):

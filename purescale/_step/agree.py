@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,13 @@ from .._torch import dtensor
 from .._tree import pytree
 from .._tree.pytree import Tree
 
-# The flat state of a step, its options, and the weights of its microbatches.
-Prepared: TypeAlias = tuple[FlatState, TrainStepOptions, MicrobatchWeights]
+
+class Prepared(NamedTuple):
+    """The arguments of a step, checked."""
+
+    flat_state: FlatState
+    options: TrainStepOptions
+    weights: MicrobatchWeights
 
 
 def prepare_on_all_ranks(
@@ -43,7 +48,7 @@ def prepare_on_all_ranks(
         return prepared
 
     def describe(prepared: Prepared) -> list[str]:
-        return _all_agreed_settings(prepared[1].agreed_settings, state)
+        return _all_agreed_settings(prepared.options.agreed_settings, state)
 
     return agree_on_all_ranks(group, prepare_and_check, describe, sync=meets_on_cpu(group))
 

@@ -33,21 +33,20 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
 
     def flatten() -> tuple[list[FlatTree], StepInputs]:
         flat_trees = list(map(FlatTree.of, trees))
-        _check(state, options, flat_trees[0])
+        _check(state, flat_trees[0])
         return flat_trees, make_step_inputs(optimizer, context, *flat_trees[:2])
 
-    flat_trees, inputs = optimizer.prepare(context, trees, flatten)
+    flat_trees, inputs = optimizer.find_or_plan(context, trees, flatten)
     flat_params, _, flat_buffers, flat_control = flat_trees
+    if options.clip.clip_value is not None and not flat_params.tensor_list.dense_without_history:
+        refuse_complex(state.params, flat_params.leaves, "params")
     return FlatState(state, flat_params, flat_buffers, flat_control, inputs)
 
 
-def _check(state: TrainState, options: TrainStepOptions, flat_params: FlatTree) -> None:
-    """Refuse parameters of the wrong kind, on another device than the scale, or without order where
-    they are clipped by value. A step that is found is not checked again, so a setting may refuse
-    only leaves of which no step is kept, as in `FlatOptimizer.prepare`.
+def _check(state: TrainState, flat_params: FlatTree) -> None:
+    """Refuse parameters of the wrong kind, or on another device than the scale. States for which a
+    plan is found are not checked again: what depends on a setting is not checked here.
     """
     check_parameters(flat_params, "state.params")
     leaves, scale = flat_params.leaves, state.scaler.scale
     check_scale(scale, state.params, leaves, "state.params", flat_params.tensor_list)
-    if options.clip.clip_value is not None:
-        refuse_complex(state.params, leaves, "params")

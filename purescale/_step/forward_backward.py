@@ -85,14 +85,13 @@ class ForwardBackward:
         self.present_params = param_structure.pick_present(flat_params.leaves)
         is_dense = flat_params.tensor_list.dense_without_history
         self.sharded = not is_dense and dtensor.any_dtensor(self.present_params)
-        self.uses_torch_func = context.traced
-        self.create_graph = differentiable and not self.uses_torch_func
-        self.off_graph = not (self.uses_torch_func or self.create_graph)
+        self.create_graph = differentiable and not context.traced
+        self.off_graph = not (context.traced or self.create_graph)
         self.context = context
         if not context.reuses_plans and self.off_graph:
             refuse_graph_end()
         self.pointers = pointers if self.off_graph else None
-        if not (self.uses_torch_func or (is_dense and not scale.is_inference())):
+        if not (context.traced or (is_dense and not scale.is_inference())):
             *self.present_params, self.scale = _normal_tensors([*self.present_params, self.scale])
 
     def __call__(
@@ -109,7 +108,7 @@ class ForwardBackward:
         Unless they are to be `owned`, a custom backward or a hook may still hold the gradients, so
         they must only be read.
         """
-        if self.uses_torch_func:
+        if self.context.traced:
             return self._call_torch_func(buffers, microbatch)
         # torch.func.grad would give the same bits, but refuses checkpointing around `apply` and
         # custom Functions of the older form.

@@ -1,9 +1,10 @@
-"""The stage `decide_writes`: what a step may overwrite, decided before any work."""
+"""The stage `decide_writes`: the memory of the arguments, and what a step may overwrite."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -13,7 +14,6 @@ from .._step.flat_state import FlatState
 from .._step.train_state import TrainStepOptions
 from .._torch import dtensor
 from .._torch.donation import (
-    ArgumentMemory,
     can_write_each,
     pointers_of_each,
     share_no_memory,
@@ -24,6 +24,23 @@ from .._torch.tracing import is_on_a_graph
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.leaves import is_constant
+
+
+class ArgumentMemory(NamedTuple):
+    """The memory of the arguments, from which results are copied, and by which a write of loss_fn
+    into a microbatch is seen.
+    """
+
+    # of the storages of the arguments; None while tracing, where they cannot be compared
+    pointers: set[int | None] | None
+    batch_tensors: list[Tensor]  # those of the microbatches; empty while tracing
+
+    @classmethod
+    def of(cls, pointers: Sequence[list[int | None]], batch_tensors: list[Tensor]) -> Self:
+        """Return the memory of arguments from their `pointers_of_each`."""
+        if not pointers:
+            return cls(None, [])
+        return cls({None, *itertools.chain.from_iterable(pointers)}, batch_tensors)
 
 
 class MayWrite(NamedTuple):

@@ -33,6 +33,7 @@ from .._step.forward_backward import (
     check_unwritten,
     checked_returned,
 )
+from .._step.memory import ArgumentMemory
 from .._step.reduce import send_gradient, send_mean, start_reduction
 from .._step.train_state import TrainStepOptions
 from .._step.window_mean import WindowMean
@@ -45,7 +46,7 @@ from .._step.window_result import (
     normalized,
     window_fraction,
 )
-from .._torch.donation import ArgumentMemory, storage_pointers
+from .._torch.donation import storage_pointers
 from .._torch.dtypes import widest_float
 from .._torch.tracing import CallContext, is_on_a_graph, refuse_in_capture, under_derivative
 from .._tree import pytree
@@ -154,7 +155,10 @@ def _accumulate_one(
         options, weights, forward_backward.context, [out.loss], []
     )
     return WindowResult(
-        *(grads, loss, out.buffers, tuple(out.aux)),
+        grads,
+        loss,
+        out.buffers,
+        tuple(out.aux),
         totals_row=totals_row,
         pending_fraction=fraction,
     )
@@ -186,7 +190,7 @@ def _accumulate_several(
             out = forward_backward(buffers, microbatch, on_grad=add, refuse_repeats=False)
         else:
             # The first gradients of a sum become the sum; others are only read.
-            first = mean.stays_scaled and mean.sums is None
+            first = mean.sums is None and not options.drops_microbatches
             if forward_backward.create_graph:
                 # The graph of one microbatch at a time: each is made again in the backward.
                 out = checkpoint(forward_backward, buffers, microbatch, use_reentrant=False)

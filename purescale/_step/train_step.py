@@ -14,7 +14,7 @@ from .._grads.clip import as_clip_settings
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale, Rule, check_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
-from .._step.agree import prepare_on_all_ranks
+from .._step.agree import Prepared, prepare_on_all_ranks
 from .._step.decide import call_guard, decide
 from .._step.flat_state import FlatState, prepare_state
 from .._step.forward_backward import LossFn
@@ -156,7 +156,7 @@ def train_step(
         ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
 
-    def prepare_call(group: Group | None) -> tuple[FlatState, TrainStepOptions, MicrobatchWeights]:
+    def check_and_prepare(group: Group | None) -> Prepared:
         options = TrainStepOptions(
             loss_fn=loss_fn,
             optimizer=as_flat_optimizer(optimizer),
@@ -176,12 +176,12 @@ def train_step(
         _check_arguments(state, microbatches, options)
         flat_state = prepare_state(state, options)
         weights = weigh_microbatches(options, microbatches, flat_state.train_state.scaler.scale)
-        return flat_state, options, weights
+        return Prepared(flat_state, options, weights)
 
     if group is None:
-        prepared = prepare_call(None)
+        prepared = check_and_prepare(None)
     else:
-        prepared = prepare_on_all_ranks(group, prepare_call, state)
+        prepared = prepare_on_all_ranks(group, check_and_prepare, state)
     return _run_stages(*prepared, microbatches)
 
 

@@ -12,8 +12,9 @@ from .._loss_scale.rules import HasScale, NoScale
 from .._loss_scale.scaling import check_scale
 from .._optim.param_structure import ParamStructure
 from .._step.forward_backward import ForwardBackward, LossFn, check_loss_fn, check_unwritten
-from .._torch import donation
+from .._step.memory import ArgumentMemory
 from .._torch.autocast import outside_autocast
+from .._torch.donation import pointers_of_each
 from .._torch.tracing import CallContext, current_context
 from .._tree import pytree
 from .._tree.cache import TreeCache
@@ -104,11 +105,16 @@ def _value_and_grad(
     flat_params, flat_buffers, flat_scaler = trees
     batch = pytree.all_tensors(microbatch)
     arguments = [*flat_params.leaves, *flat_buffers.leaves, *flat_scaler.leaves, *batch]
-    memory = donation.ArgumentMemory.of(donation.pointers_of_each([arguments]), batch)
+    memory = ArgumentMemory.of(pointers_of_each([arguments]), batch)
     before = versions(memory.batch_tensors)
     forward_backward = ForwardBackward(
-        *(flat_params, param_structure, flat_buffers, flat_scaler.tree.scale),
-        *(loss_fn, context, memory.pointers),
+        flat_params,
+        param_structure,
+        flat_buffers,
+        flat_scaler.tree.scale,
+        loss_fn,
+        context,
+        memory.pointers,
     )
     out = forward_backward(flat_buffers.leaves, microbatch)
     check_unwritten(memory.batch_tensors, before)

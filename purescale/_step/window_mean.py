@@ -43,7 +43,6 @@ class WindowMean:
         self.weights, self.forward_backward = weights, forward_backward
         self.scale, self.in_place = forward_backward.scale, forward_backward.off_graph
         self.pending = Pending(divisor=self.scale)
-        self.stays_scaled = not options.drops_microbatches
         self.measures_microbatches = options.measures_microbatches
         self.sums: list[Any] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled
@@ -83,7 +82,7 @@ class WindowMean:
         has_weight = self.weights.has_weight[index]
         if self.measures_microbatches:
             self.overflows.append(measure(grads, self.scale)[0].overflow)
-        if self.stays_scaled:
+        if not self.options.drops_microbatches:
             self.sums = self.add_weighted(self.sums, grads.tensors, index)
             return has_weight
         accum = init_accum(grads.tensors) if self.accum is None else self.accum

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,23 +133,6 @@ def _of_nonempty(tensor_list: TensorList, pointers: list[int | None]) -> list[in
         return pointers
     pairs = zip(pointers, tensor_list.tensors, strict=True)
     return [pointer for pointer, tensor in pairs if tensor.numel()]
-
-
-class ArgumentMemory(NamedTuple):
-    """The memory of the arguments, from which results are copied, and by which a write of loss_fn
-    into a microbatch is seen.
-    """
-
-    # of the storages of the arguments; None while tracing, where they cannot be compared
-    pointers: set[int | None] | None
-    batch_tensors: list[Tensor]  # those of the microbatches; empty while tracing
-
-    @classmethod
-    def of(cls, pointers: Sequence[list[int | None]], batch_tensors: list[Tensor]) -> Self:
-        """Return the memory of arguments from their `pointers_of_each`."""
-        if not pointers:
-            return cls(None, [])
-        return cls({None, *itertools.chain.from_iterable(pointers)}, batch_tensors)
 
 
 # ---- gradients -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from .._torch.dtypes import send_once, to_device, wide_dtype, widest_float
 from .._torch_optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
 from .._torch_optim.in_state import map_numbers
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
-from .._torch_optim.slots import STEP, SlotLists, SlotSpec, slot_lists_of, with_slot_lists
+from .._torch_optim.slots import COUNT, SlotLists, SlotSpec, slot_lists_of, with_slot_lists
 from .._tree.gradients import Gradients
 
 
@@ -166,12 +166,12 @@ class FormulaStep:
         leaf's own step if its slots count them.
         """
         grad = -grad if settings.get("maximize") else grad
-        if STEP not in slots:
+        if COUNT not in slots:
             return self._formula.step(param, grad, slots, settings, to_device(t, param.device))
-        t = slots[STEP] + 1
-        slots = {key: value for key, value in slots.items() if key != STEP}
+        t = slots[COUNT] + 1
+        slots = {key: value for key, value in slots.items() if key != COUNT}
         new, new_slots = self._formula.step(param, grad, slots, settings, t)
-        return new, {**new_slots, STEP: t}
+        return new, {**new_slots, COUNT: t}
 
 
 def _fresh(new: list[Any], old: list[Any]) -> list[Any]:

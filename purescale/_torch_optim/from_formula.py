@@ -17,7 +17,7 @@ from .._torch_optim.in_state import copied_number, map_numbers
 from .._torch_optim.param_group_optimizer import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._torch_optim.schedule import Schedule, ScheduleBy
 from .._torch_optim.settings import OptimizerConfig, OptimizerSpec, Overrides
-from .._torch_optim.slots import NO_SLOTS, STEP
+from .._torch_optim.slots import COUNT, NO_SLOTS
 from .._tree.aliasing import copy_aliased_leaves
 from .._tree.leaves import describe, versions
 from .._tree.scalars import short_repr
@@ -197,7 +197,11 @@ def _spec_of(name: str, formula: Formula, defaults: dict[str, Any]) -> Optimizer
 # Names of arguments of other functions, and keys of torch's state dicts.
 _RESERVED = {"self", "params", "maximize", "foreach", "fused", "capturable"}
 _RESERVED |= {"state", "param_names", "initial_lr"}
-_RESERVED_SLOTS = {STEP, SIZES, NO_SLOTS}  # counts, numbers of torch's formulas, a list of holes
+_RESERVED_SLOTS = {
+    COUNT,
+    SIZES,
+    NO_SLOTS,
+}  # counts, numbers of torch's formulas, a list of holes
 
 
 def _check_names(kind: str, names: Collection[str], reserved: Set[str]) -> None:

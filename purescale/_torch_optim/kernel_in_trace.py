@@ -46,7 +46,7 @@ class KernelStepInTrace(KernelStep):
         numbers = [number for each in inputs.step_settings for number in each.values()]
         scalars = [n for n in (*numbers, *grads.pending) if isinstance(n, Tensor)]
         leaves, _ = inputs.leaves_and_state_structure()
-        pairs = [(leaves[n], leaves[slot]) for n, slot in inputs.plan.pairs_to_lay_out]
+        pairs = [(leaves[n], leaves[slot]) for n, slot in self.pairs_to_lay_out]
         slots = [slot for _, slot in pairs]
         opaque = may_be_opaque(inputs.params, grads.tensors, slots, scalars)
         return opaque and slots_follow_params(pairs)
@@ -64,16 +64,15 @@ class KernelStepInTrace(KernelStep):
         """
         old, _ = inputs.leaves_and_state_structure()
         inputs = inputs.with_state(with_step_counted(inputs.opt_state, skip))
-        launches = inputs.plan.launches
         leaves, structure = inputs.leaves_and_state_structure()
         num_params, stepped = len(inputs.params), list(leaves)
         writes = in_place and torch.compiler.is_dynamo_compiling()
         if writes:
             stepped = writable_leaves(stepped, (), in_place=True)
-        for launch in launches:
+        for launch in self.launches:
             add_to_counts(stepped, launch.count_indices, skip, in_place=writes)
         operands = stepped, inputs.opt_state.applied, grads, inputs.step_settings
-        for launch, call in self.make_calls(launches, *operands):
+        for launch, call in self.make_calls(*operands):
             arguments = _operator_arguments(self.kernel, call, skip)
             if writes:
                 torch.ops.purescale.fused_update_(*arguments)

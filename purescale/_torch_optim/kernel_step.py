@@ -18,7 +18,7 @@ from .._torch.foreach import same_memory_order
 from .._torch.tracing import host_can_read
 from .._torch_optim.kernels import Kernel, KernelCall
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
-from .._torch_optim.slots import STEP, SlotLists, slot_lists_of
+from .._torch_optim.slots import COUNT, SlotLists, slot_lists_of
 from .._tree.gradients import Gradients
 
 
@@ -35,35 +35,22 @@ class LaunchPlan(NamedTuple):
     function: Callable[..., None]  # with the settings of the group, if these are constant
 
 
-class KernelOrFormulaPlan(NamedTuple):
-    """The plan of a `KernelOrFormulaOptimizer`: its parameter groups, the launches of torch's
-    kernel, and what is known of the tensors that they take.
+class KernelStep:
+    """The step of a class of torch.optim by one of torch's own kernels, planned for inputs like
+    those that it is made with.
     """
 
-    groups: list[ParamGroup]
-    kernel_step: KernelStep | None = None  # None if no kernel takes these tensors
-    launches: Sequence[LaunchPlan] = ()
-    # the indices of each parameter in a launch with each of its slots; empty if they fit
-    pairs_to_lay_out: Sequence[tuple[int, int]] = ()
-    # all leaves are off graph, each fills a range of memory, slots in the order of their parameter
-    leaves_fit_kernel: bool = False
-
-
-class KernelStep:
-    """The step of a class of torch.optim by one of torch's own kernels."""
-
-    def __init__(self, config: OptimizerConfig, kernel: Kernel) -> None:
+    def __init__(
+        self, config: OptimizerConfig, kernel: Kernel, inputs: StepInputs, groups: list[ParamGroup]
+    ) -> None:
         self._config, self.kernel = config, kernel
-
-    def plan(self, inputs: StepInputs, groups: list[ParamGroup]) -> KernelOrFormulaPlan:
-        """Return the plan of a step."""
         leaves, structure = inputs.leaves_and_state_structure()
         state = structure.unflatten(range(len(inputs.params), len(leaves)))
         slot_lists = slot_lists_of(state, inputs.param_structure)
-        launches = self._plan_launches(inputs, slot_lists, groups)
+        self.launches = self._plan_launches(inputs, slot_lists, groups)
         pairs = [
             pair
-            for launch in launches
+            for launch in self.launches
             for slots in launch.param_and_slot_indices[1:]
             if slots
             for pair in zip(launch.param_and_slot_indices[0], slots, strict=True)
@@ -71,7 +58,11 @@ class KernelStep:
         dense = inputs.dense_leaves
         is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
         fits = is_dense and slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
-        return KernelOrFormulaPlan(groups, self, launches, [] if fits else pairs, fits)
+        # All leaves are off graph, each fills a range of memory, slots in the order of their
+        # parameter.
+        self.leaves_fit = fits
+        # The indices of each parameter with each of its slots.
+        self.pairs_to_lay_out = [] if fits else pairs
 
     def _plan_launches(
         self, inputs: StepInputs, slot_lists: SlotLists, groups: list[ParamGroup]
@@ -92,7 +83,7 @@ class KernelStep:
                     param_and_slot_indices.append(
                         [slot_lists[slot][n] for n in indices] if exists else []
                     )
-                counts = [slot_lists[STEP][n] for n in indices] if STEP in slot_lists else []
+                counts = [slot_lists[COUNT][n] for n in indices] if COUNT in slot_lists else []
                 launches.append(
                     LaunchPlan(
                         group,
@@ -129,29 +120,28 @@ class KernelStep:
         in_place: bool,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, the old ones if it is skipped."""
-        plan, step_settings = inputs.plan, inputs.step_settings
         leaves, structure = inputs.leaves_and_state_structure()
-        if not (plan.leaves_fit_kernel and in_place):
-            leaves = writable_leaves(leaves, plan.pairs_to_lay_out, in_place=in_place)
+        if not (self.leaves_fit and in_place):
+            leaves = writable_leaves(leaves, self.pairs_to_lay_out, in_place=in_place)
+        step_settings = inputs.step_settings
         if not self._config.settings_are_constant:
             step_settings = list(map(self.kernel.convert_settings, step_settings))
         num_params = len(inputs.params)
         grads = self.kernel.fold_clip_factor(grads)
         state = structure.unflatten(leaves[num_params:])
+        are_alike = inputs.param_list.shares_metadata(grads.tensor_list)
         # The counts that kernels read are fresh, those of the leaves are written after each launch:
         # what raises, for want of memory, counts nothing.
         applied = state.applied + (1 if skip is None else ~skip)
-        are_alike = inputs.param_list.shares_metadata(grads.tensor_list)
-        leaves_to_read = list(leaves)
-        for launch in plan.launches:
-            add_to_counts(leaves_to_read, launch.count_indices, skip)
+        leaves_counted_ahead = list(leaves)
+        for launch in self.launches:
+            add_to_counts(leaves_counted_ahead, launch.count_indices, skip)
         calls = self.make_calls(
-            plan.launches,
-            leaves_to_read,
+            leaves_counted_ahead,
             applied,
             grads,
             step_settings,
-            grads_match_params=plan.leaves_fit_kernel and are_alike,
+            grads_match_params=self.leaves_fit and are_alike,
         )
         with torch.set_grad_enabled(False):  # `no_grad` makes more calls
             for launch, call in calls:
@@ -161,7 +151,6 @@ class KernelStep:
 
     def make_calls(
         self,
-        launches: list[LaunchPlan],
         leaves: list[Any],
         applied: Tensor,
         grads: Gradients,
@@ -170,7 +159,7 @@ class KernelStep:
     ) -> Iterator[tuple[LaunchPlan, KernelCall]]:
         """Yield each launch with its call, over these tensors and settings."""
         t_by_device: dict[torch.device, Tensor] = {}  # cast once for each
-        for launch in launches:
+        for launch in self.launches:
             function, settings = launch.function, launch.group.settings
             if not self._config.settings_are_constant:
                 settings = self._config.settings_of(launch.group.override_indices, step_settings)

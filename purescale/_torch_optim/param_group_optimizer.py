@@ -5,7 +5,7 @@ kernels or of a formula; for a class of a user's own see `user_class.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from .._torch_optim.formula_step import FormulaStep
 from .._torch_optim.formulas import LeafSlots
 from .._torch_optim.in_state import with_stored
 from .._torch_optim.kernel_in_trace import KernelStepInTrace
-from .._torch_optim.kernel_step import KernelOrFormulaPlan, KernelStep
+from .._torch_optim.kernel_step import KernelStep
 from .._torch_optim.kernels import kernel_for
 from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
-from .._torch_optim.slots import NO_SLOTS, STEP, SlotSpec, has_counts, slot_lists_of
+from .._torch_optim.slots import COUNT, NO_SLOTS, SlotSpec, has_counts, slot_lists_of
 from .._torch_optim.torch_state_dict import read_state_dict, write_state_dict
 from .._tree import pytree
 from .._tree.gradients import Gradients
@@ -61,7 +61,7 @@ class ParamGroupOptimizer(FlatOptimizer):
         opt_state, slots = self._init_state(params)
         if self.config.counts == "each" and self.config.needs_counts:
             for name, leaf in named_params(params).items():
-                slots[name][STEP] = torch.zeros((), dtype=torch.float32, device=leaf.device)
+                slots[name][COUNT] = torch.zeros((), dtype=torch.float32, device=leaf.device)
         return self._with_slots(opt_state, params, slots)
 
     def _init_state(self, params: Tree) -> tuple[OptState, dict[str, LeafSlots]]:
@@ -176,6 +176,13 @@ class ParamGroupOptimizer(FlatOptimizer):
         return self._with_slots(state, params, slots)
 
 
+class KernelOrFormulaPlan(NamedTuple):
+    """The plan of a `KernelOrFormulaOptimizer`."""
+
+    groups: list[ParamGroup]
+    kernel_step: KernelStep | None = None  # None if no kernel takes these tensors
+
+
 class KernelOrFormulaOptimizer(ParamGroupOptimizer):
     """A class of torch.optim or a formula of a user's: a step is torch's kernel or the formula."""
 
@@ -203,7 +210,7 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
             key: structure.unflatten([slots.get(name, {}).get(key, ()) for name in names])
             for key in keys
         }
-        counts = trees.pop(STEP, ())
+        counts = trees.pop(COUNT, ())
         return opt_state._replace(slots=trees, counts=counts)
 
     def plan(self, inputs: StepInputs) -> KernelOrFormulaPlan:
@@ -220,7 +227,8 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         ):
             return KernelOrFormulaPlan(groups)
         step_class = KernelStepInTrace if inputs.context.traced else KernelStep
-        return step_class(self.config, self.kernel).plan(inputs, groups)
+        kernel_step = step_class(self.config, self.kernel, inputs, groups)
+        return KernelOrFormulaPlan(groups, kernel_step)
 
     def step_or_skip(
         self,

@@ -22,7 +22,7 @@ from .._tree.leaves import describe, same_metadata
 SlotLists = dict[str, list[Any]]
 
 # The list of counts among the slot lists of a step, by torch's name.
-STEP = "step"
+COUNT = "step"
 # A list of holes, by which a state without slots knows its parameters.
 NO_SLOTS = "none"
 
@@ -36,7 +36,7 @@ def slot_lists_of(opt_state: OptState, param_structure: ParamStructure) -> SlotL
     """
     trees = opt_state.slots
     if has_counts(opt_state):
-        trees = {**trees, STEP: opt_state.counts}
+        trees = {**trees, COUNT: opt_state.counts}
     try:
         return {key: param_structure.flatten_up_to(tree) for key, tree in trees.items()}
     except ValueError:
@@ -47,11 +47,11 @@ def with_slot_lists(
     opt_state: OptState, slot_lists: SlotLists, param_structure: ParamStructure
 ) -> OptState:
     """Return the state with these slot lists, the inverse of `slot_lists_of`."""
-    old = {**opt_state.slots, STEP: opt_state.counts}
+    old = {**opt_state.slots, COUNT: opt_state.counts}
     slots = {
         key: param_structure.unflatten(slot_list, old[key]) for key, slot_list in slot_lists.items()
     }
-    counts = slots.pop(STEP, ())
+    counts = slots.pop(COUNT, ())
     return opt_state._replace(slots=slots, counts=counts)
 
 
@@ -83,7 +83,7 @@ class SlotSpec:
         # factors of Adafactor are neither, and are left out.
         alike = {key: value for key, value in probed.items() if value.shape in ((), probe.shape)}
         self._dtypes = {key: None if value.ndim else value.dtype for key, value in alike.items()}
-        self._dtypes[STEP] = torch.float32
+        self._dtypes[COUNT] = torch.float32
 
     def is_scalar(self, key: str) -> bool:
         """Return True if this slot is one number for each parameter, whatever its shape."""
@@ -146,7 +146,7 @@ class SlotSpec:
     def _refuse_misfit(self, key: str, value: Tensor, name: str, param: Tensor) -> None:
         dtype = self._dtypes[key]
         expected = f"one number, {dtype} ()" if dtype else describe(param)
-        if key != STEP and not self._formula.elementwise:
+        if key != COUNT and not self._formula.elementwise:
             # It may have other slots in other dimensions than 2.
             new = self._formula.init_slots(param.detach(), self._config.for_all.values)[key]
             plain = not value.is_nested and value.layout is new.layout

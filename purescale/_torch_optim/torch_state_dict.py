@@ -19,7 +19,7 @@ from .._torch_optim.settings import (
     OptimizerConfig,
     ParamGroup,
 )
-from .._torch_optim.slots import STEP, param_names
+from .._torch_optim.slots import COUNT, param_names
 from .._tree import pytree
 from .._tree.leaves import describe
 from .._tree.scalars import checked_whole, short_repr
@@ -70,7 +70,7 @@ def slots_by_parameter(config: OptimizerConfig, opt_state: OptState) -> dict[str
     slots: dict[str, LeafSlots] = {name: {} for name in names}
     for name, count in zip(names, counts, strict=True):
         if formula.has_step_slot:
-            slots[name][STEP] = count
+            slots[name][COUNT] = count
     for key, tree in opt_state.slots.items():
         for name, value in zip(pytree.names(tree), pytree.flatten(tree)[0], strict=True):
             slots[name][key] = value
@@ -132,7 +132,7 @@ def _save_entry(entry: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return copies of the slots of a parameter."""
     # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
     return {
-        key: value.item() if was_python(value) else (value.cpu() if key == STEP else value).clone()
+        key: value.item() if was_python(value) else (value.cpu() if key == COUNT else value).clone()
         for key, value in entry.items()
     }
 
@@ -205,10 +205,10 @@ def read_state_dict(
             continue
         if has_step_slot:
             zero = torch.zeros((), dtype=torch.float32, device=fresh.applied.device)
-            slots[name] = {STEP: zero, **slots[name]}
+            slots[name] = {COUNT: zero, **slots[name]}
         slots[name] = _restore_entry(name, saved, slots[name])
-        counts[name] = slots[name].pop(STEP) if has_step_slot else bool(saved)
-    of_steps = [entry[STEP] for entry in slots.values() if STEP in entry]  # of a class
+        counts[name] = slots[name].pop(COUNT) if has_step_slot else bool(saved)
+    of_steps = [entry[COUNT] for entry in slots.values() if COUNT in entry]  # of a class
     steps = [count.cpu() for count in (counts.values() if has_step_slot else of_steps)]
     count, iterations = _read_counts(
         config, fresh, steps, applied, iteration, has_state=bool(states)
@@ -220,7 +220,7 @@ def read_state_dict(
     if config.needs_counts and (differ or config.counts == "each"):
         for name, number in counts.items():
             device = next((slot.device for slot in slots[name].values()), count.device)
-            slots[name][STEP] = number.to(device)
+            slots[name][COUNT] = number.to(device)
     stored = _read_stored(config, groups, saved_params, fresh)
     return with_stored(OptState(count, {}, iteration=iterations), stored), slots
 

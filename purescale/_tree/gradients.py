@@ -22,7 +22,8 @@ class Pending(NamedTuple):
     of leaves and shards are stepped alone.
     """
 
-    divisor: Tensor | None = None  # the scale of the loss; for a kernel, over the clip factor
+    # the scale of the loss; after `fold_clip_factor`, that over the clip factor
+    divisor: Tensor | None = None
     # of clipping, in the widest dtype of the device; a float where the host knows it
     clip_factor: float | Tensor | None = None
     clip_value: float | Tensor | None = None

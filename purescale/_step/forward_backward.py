@@ -64,8 +64,8 @@ class LossOutputs(NamedTuple):
 class ForwardBackward:
     """The loss, the gradients and the new buffers of each microbatch of a step.
 
-    Work that is the same for all microbatches is done once. Results share no storage of these
-    `pointers`, if they are known. If it is `differentiable`, the gradients stay on the graph.
+    Work that is the same for all microbatches is done once. If it is `differentiable`, the
+    gradients stay on the graph.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class ForwardBackward:
         scale: Tensor,
         loss_fn: LossFn,
         context: CallContext,
-        pointers: Set[int | None] | None = None,
         *,
         differentiable: bool = False,
     ) -> None:
@@ -90,7 +89,6 @@ class ForwardBackward:
         self.context = context
         if not context.reuses_plans and self.off_graph:
             refuse_graph_end()
-        self.pointers = pointers if self.off_graph else None
         if not (context.traced or (is_dense and not scale.is_inference())):
             *self.present_params, self.scale = _normal_tensors([*self.present_params, self.scale])
 
@@ -98,12 +96,14 @@ class ForwardBackward:
         self,
         buffers: Leaves,
         microbatch: Any,
+        pointers: Set[int | None] | None,
         *,
         owned: bool = True,
         on_grad: OnGrad | None = None,
         refuse_repeats: bool = True,
     ) -> MicrobatchResult:
-        """Return the result of one microbatch. If `on_grad(index, gradient)` is given, it takes
+        """Return the result of one microbatch. Off the graph it shares no storage of these
+        `pointers`; None if they are not known. If `on_grad(index, gradient)` is given, it takes
         each gradient as the backward makes it, as in `stream_gradients`, and the result has none.
         Unless they are to be `owned`, a custom backward or a hook may still hold the gradients, so
         they must only be read.
@@ -125,7 +125,7 @@ class ForwardBackward:
             if self.sharded:
                 pairs = zip(grads, param_leaves, strict=True)
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]
-        result = self._result(grads, outputs)
+        result = self._result(grads, outputs, pointers if self.off_graph else None)
         del param_leaves, loss, outputs  # frees the graph
         return result
 
@@ -144,10 +144,12 @@ class ForwardBackward:
         grads, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(self.present_params)
         structure, others = static_outputs
         leaves = [tensors.pop(0) if other is None else other[0] for other in others]
-        return self._result(list(grads), private.pytree.tree_unflatten(leaves, structure))
+        return self._result(list(grads), private.pytree.tree_unflatten(leaves, structure), None)
 
-    def _result(self, grads: Leaves, outputs: LossOutputs) -> MicrobatchResult:
-        pointers, aux = self.pointers, outputs.aux
+    def _result(
+        self, grads: Leaves, outputs: LossOutputs, pointers: Set[int | None] | None
+    ) -> MicrobatchResult:
+        aux = outputs.aux
         detached = detach_and_unalias([outputs.loss, *outputs.buffers], pointers)
         loss, *buffers = detached
         if aux:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -114,7 +114,6 @@ def accumulate_microbatches(
         scale,
         options.loss_fn,
         flat_state.inputs.context,
-        memory.pointers,
         differentiable=differentiable,
     )
     if options.group is not None and (forward_backward.create_graph or under_derivative()):
@@ -142,9 +141,8 @@ def _accumulate_one(
     memory: ArgumentMemory,
 ) -> WindowResult:
     """Return the result of a single microbatch. Its gradients are the mean, still scaled."""
-    if isinstance(entry, FUNCTION_TYPES):
-        entry = _make_microbatch(entry, forward_backward, memory)
-    out = forward_backward(forward_backward.flat_buffers.leaves, entry)
+    microbatch, pointers = _make_microbatch(entry, memory)
+    out = forward_backward(forward_backward.flat_buffers.leaves, microbatch, pointers)
     grads = as_gradients(
         out.grads,
         Pending(divisor=forward_backward.scale),
@@ -179,23 +177,23 @@ def _accumulate_several(
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, entry in enumerate(microbatches):
-        updates_buffers, microbatch = weights.has_weight[index], entry
-        if isinstance(entry, FUNCTION_TYPES):
-            microbatch = _make_microbatch(entry, forward_backward, memory)
+        updates_buffers = weights.has_weight[index]
+        microbatch, pointers = _make_microbatch(entry, memory)
         if reduction is not None and index == last:
             send = functools.partial(send_gradient, mean, reduction)
-            out = forward_backward(buffers, microbatch, on_grad=send)
+            out = forward_backward(buffers, microbatch, pointers, on_grad=send)
         elif streams_gradients and updates_buffers:
             add = functools.partial(mean.add_gradient, index)
-            out = forward_backward(buffers, microbatch, on_grad=add, refuse_repeats=False)
+            out = forward_backward(buffers, microbatch, pointers, on_grad=add, refuse_repeats=False)
         else:
             # The first gradients of a sum become the sum; others are only read.
             first = mean.sums is None and not options.drops_microbatches
             if forward_backward.create_graph:
                 # The graph of one microbatch at a time: each is made again in the backward.
-                out = checkpoint(forward_backward, buffers, microbatch, use_reentrant=False)
+                arguments = buffers, microbatch, pointers
+                out = checkpoint(forward_backward, *arguments, use_reentrant=False)
             else:
-                out = forward_backward(buffers, microbatch, owned=first)
+                out = forward_backward(buffers, microbatch, pointers, owned=first)
             updates_buffers = mean.add_microbatch_grads(index, out.grads)
         # If a microbatch is dropped, what it did to the buffers is too.
         if isinstance(updates_buffers, Tensor):
@@ -219,16 +217,16 @@ FUNCTION_TYPES = (
 )
 
 
-def _make_microbatch(
-    make: Callable[[], Any], forward_backward: ForwardBackward, memory: ArgumentMemory
-) -> Any:
-    """Return the microbatch of a function in the window."""
-    microbatch = make()
-    if forward_backward.pointers is not None and memory.pointers is not None:
-        # What a loss returns must not share its memory: a function may keep what it has made.
-        pointers = storage_pointers(pytree.all_tensors(microbatch))
-        forward_backward.pointers = {*memory.pointers, *pointers}
-    return microbatch
+def _make_microbatch(entry: Any, memory: ArgumentMemory) -> tuple[Any, Set[int | None] | None]:
+    """Return the microbatch of an entry of a window, and the storage pointers that results must not
+    share, if they are known: also those of what a function has made, which it may keep.
+    """
+    if not isinstance(entry, FUNCTION_TYPES):
+        return entry, memory.pointers
+    microbatch = entry()
+    if memory.pointers is None:
+        return microbatch, None
+    return microbatch, {*memory.pointers, *storage_pointers(pytree.all_tensors(microbatch))}
 
 
 def _finish_window(

@@ -114,9 +114,8 @@ def _value_and_grad(
         flat_scaler.tree.scale,
         loss_fn,
         context,
-        memory.pointers,
     )
-    out = forward_backward(flat_buffers.leaves, microbatch)
+    out = forward_backward(flat_buffers.leaves, microbatch, memory.pointers)
     check_unwritten(memory.batch_tensors, before)
     new_buffers = flat_buffers.structure.unflatten(out.buffers)
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)

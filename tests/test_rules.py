@@ -2,7 +2,6 @@
 
 import math
 import re
-from typing import NamedTuple
 
 import hypothesis.strategies as st
 import pytest
@@ -393,16 +392,3 @@ def test_complex_zeros_unscale_to_zeros_at_every_scale(scale, dtype):
     assert unscaled[0].tolist() == [0, 0]
     assert unscaled[0].dtype is torch.complex64
     assert not found_inf
-
-
-class Bare(NamedTuple):
-    scale: torch.Tensor
-
-
-def test_a_state_that_counts_no_skips_cannot_be_asked_how_many_there_were():
-    # after 50 overflows in a row the check would pass
-    state = Bare(torch.tensor(8.0))
-    ps.check_scaler(state, ps.DynamicScale())
-    words = "max_skips=3 with a Bare, which does not count skips. Fix: a field `consecutive_skips`"
-    with pytest.raises(TypeError, match=words):
-        ps.check_scaler(state, ps.DynamicScale(), max_skips=3)

@@ -11,28 +11,19 @@ import pytest
 import torch
 from helpers import any32, batch, job, legal_rules, same_bits, stack, started, trained
 from hypothesis import example, given
+from test_interop import RULES as PEERS
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import purescale as ps
-from purescale import interop
 from purescale.simulate import replay, simulate
 from purescale.testing import assert_pure, assert_sync_free, assert_vmap_equals_loop
 
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
-RULES = {
+RULES = PEERS | {
     "DynamicScale": ps.DynamicScale(init_scale=2.0**20, growth_interval=2),
     "StaticScale": ps.StaticScale(8.0),
     "NoScale": ps.NoScale(),
     "HeadroomScale": ps.HeadroomScale(init_scale=2.0**20, window=3),
-    "torch_amp": interop.torch_amp.rule(init_scale=2.0**20, growth_interval=2),
-    "apex": interop.apex.rule(init_scale=2.0**20, scale_window=2),
-    "deepspeed": interop.deepspeed.rule(init_scale=2.0**20, scale_window=2),
-    "megatron": interop.megatron.rule(initial_scale=2.0**20, growth_interval=2),
-    "fairseq": interop.fairseq.rule(init_scale=2.0**20, scale_window=2),
-    "flax": interop.flax.rule(scale=2.0**20, growth_interval=2),
-    "jmp": interop.jmp.rule(loss_scale=2.0**20, period=2),
-    "keras": interop.keras.rule(initial_scale=2.0**20, dynamic_growth_steps=2),
-    "nnabla": interop.nnabla.rule(scale=2.0**20, N=2),
 }
 each_rule = pytest.mark.parametrize("name", RULES)
 flags = st.lists(st.booleans(), max_size=20)

@@ -1,6 +1,7 @@
 import gc
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from purescale._torch import tracing
+
+# Its jobs and laws are those of a GPU too.
+sys.path.append(str(Path(__file__).parent / "second_device"))
 
 # Two workers on two cores: one thread each, unless more are asked for.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -1,17 +1,13 @@
 """The laws of a step, with each step captured: recorded on a CPU, and replayed."""
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
+from laws import LAWS
 from test_capture import on_graphs
+from test_laws_of_a_step import OF_NUMPY
 
 import purescale as ps
-
-sys.path.append(str(Path(__file__).parent / "second_device"))
-from laws import LAWS
-from test_laws_of_a_step import OF_NUMPY
 
 pytestmark = pytest.mark.slow
 globals().update(LAWS)

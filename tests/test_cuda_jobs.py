@@ -3,19 +3,15 @@ for nothing, stays where it is when it is donated, and is captured. Skipped wher
 """
 
 import functools
-import sys
-from pathlib import Path
 
+import measured
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import clone, tensors
+from jobs import JOBS
 
 import purescale as ps
-
-sys.path.append(str(Path(__file__).parent / "second_device"))
-import measured
-from jobs import JOBS
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),

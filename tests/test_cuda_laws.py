@@ -3,13 +3,9 @@ there is none.
 """
 
 import contextlib
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parent / "second_device"))
 from laws import LAWS, refuse_waiting
 
 pytestmark = [

@@ -2,6 +2,7 @@
 
 import math
 import re
+from fractions import Fraction
 
 import hypothesis.strategies as st
 import pytest
@@ -352,13 +353,17 @@ def test_a_job_that_overflows_for_ever_is_still_seen_by_check_scaler(rule):
 # ---- bad input
 
 
+POWERS = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
+NO_POWERS = (0.0, -2.0, -2, math.nan, math.inf, 3.0, 3, Fraction(1, 3), 1000, 2.0**128, 2.0**-150)
+
+
 @pytest.mark.parametrize(
-    "name", ["init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"]
+    ("rule", "name"), [*((ps.DynamicScale, name) for name in POWERS), (ps.StaticScale, "scale")]
 )
-def test_a_setting_that_is_no_power_of_two_is_refused_by_name(name):
-    for value in (0.0, -2.0, math.nan, math.inf, 3.0, 1000, 2.0**128, 2.0**-150):
+def test_a_setting_that_is_no_power_of_two_is_refused_by_name_whatever_its_type(rule, name):
+    for value in NO_POWERS:
         with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Fix: {name}="):
-            ps.DynamicScale(**{name: value})
+            rule(**{name: value})
 
 
 IN_ORDER = "min_scale <= init_scale <= max_scale"

@@ -7,7 +7,6 @@ from helpers import examples
 from hypothesis import find, given, settings
 
 import purescale as ps
-from purescale import testing
 from purescale._tree import pytree as _tree
 from purescale.testing import (
     assert_pure,
@@ -94,8 +93,3 @@ def test_runs_are_flags_of_the_size_asked_for(any_size, seventeen):
     assert 1 <= len(any_size) <= 40
     assert len(seventeen) == 17
     assert {type(bad) for bad in any_size + seventeen} == {bool}
-
-
-def test_what_is_public_is_there():
-    assert all(hasattr(testing, name) for name in testing.__all__)
-    assert "testing" not in ps.__all__

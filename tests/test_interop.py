@@ -55,11 +55,16 @@ def peer_of(name):
     return getattr(interop, name.partition("-")[0])
 
 
-def run(rule, pattern, state=None):
-    state = rule.init() if state is None else state
-    for bad in pattern:
-        state = rule.update(state, torch.tensor(bad))
-    return state
+def states_of(rule, steps, state=None):
+    """The first state and that after each step: flags, or a text in which `O` is an overflow."""
+    states = [rule.init() if state is None else state]
+    for step in steps:
+        states.append(rule.update(states[-1], torch.tensor(step in (True, "O"))))
+    return states
+
+
+def run(rule, steps, state=None):
+    return states_of(rule, steps, state)[-1]
 
 
 # ---- oracles, written from the field's notes in plain Python floats
@@ -217,12 +222,9 @@ def test_fairseqs_share_of_overflows_is_not_rounded(overflows, scale):
 )
 def test_growth_comes_where_the_peers_does(rule, expected):
     """At `+`: from the start, again, and after an overflow `O`; for others see their oracles."""
-    state, seen = rule.init(), ""
-    for letter in expected:
-        new = rule.update(state, torch.tensor(letter == "O"))
-        seen += "O" if letter == "O" else "+" if new.scale > state.scale else "."
-        state = new
-    assert seen == expected
+    scales = [state.scale for state in states_of(rule, expected)]
+    for letter, (before, after) in zip(expected, itertools.pairwise(scales), strict=True):
+        assert letter == "O" or (letter == "+") == (after > before)
 
 
 @pytest.mark.parametrize(
@@ -251,11 +253,7 @@ def test_growth_comes_where_the_peers_does(rule, expected):
     ],
 )  # fmt: skip
 def test_tolerance_floor_and_ceiling_are_the_peers(rule, text, expected):
-    state, seen = rule.init(), []
-    for letter in text:  # `.` a clean step, `O` an overflow
-        state = rule.update(state, torch.tensor(letter == "O"))
-        seen.append(state.scale.item())
-    assert seen == expected
+    assert [state.scale.item() for state in states_of(rule, text)[1:]] == expected
 
 
 # ---- the laws
@@ -299,15 +297,12 @@ def test_a_counter_at_its_end_does_not_wrap(name, flag):
 @each_rule
 def test_overflows_in_a_row_are_counted_for_check_scaler(name):
     rule = RULES[name]
-    assert [
-        run(rule, [letter == "O" for letter in text]).consecutive_skips
-        for text in ("", "O", "OO", "OO.", "OO.O")
-    ] == [0, 1, 2, 0, 1]
+    assert [state.consecutive_skips for state in states_of(rule, "OO.O")] == [0, 1, 2, 0, 1]
     with pytest.raises(FloatingPointError):
-        ps.check_scaler(run(rule, [True] * 3), rule, max_skips=2)
+        ps.check_scaler(run(rule, "OOO"), rule, max_skips=2)
 
 
-PATTERN = [letter == "O" for letter in "...O.O...OOO....O...."]
+PATTERN = "...O.O...OOO....O...."
 
 
 @pytest.mark.slow
@@ -317,8 +312,9 @@ def test_all_rules_compiled_by_inductor_have_the_same_bits():
 
     compiled = torch.compile(update, fullgraph=True)
     eager = other = {name: rule.init() for name, rule in RULES.items()}
-    for bad in PATTERN:
-        eager, other = update(eager, torch.tensor(bad)), compiled(other, torch.tensor(bad))
+    for step in PATTERN:
+        bad = torch.tensor(step == "O")
+        eager, other = update(eager, bad), compiled(other, bad)
         assert same_bits(eager, other)
 
 
@@ -364,8 +360,8 @@ def given_settings(name, rule):
 @each_rule
 def test_a_state_dict_restores_rule_and_state(name, tmp_path):
     rule, peer = RULES[name], peer_of(name)
-    for pattern in ([], [False], PATTERN[:6], PATTERN[:9]):
-        state = run(rule, pattern)
+    for steps in ("", ".", PATTERN[:6], PATTERN[:9]):
+        state = run(rule, steps)
         d = peer.to_state_dict(rule, state)
         assert not shares_memory(d, state)
         torch.save(d, tmp_path / "scaler.pt")

@@ -175,12 +175,12 @@ WRONG_RULES = [
 ]
 
 
-def assert_caught(check, kind, law, words):
+def assert_caught(check, kind, law, words, labels=("came", "should")):
     with pytest.raises(AssertionError, match=rf"{kind.__name__} breaks the law `{law}`") as caught:
         check(kind())
     lines = str(caught.value).splitlines()
     assert re.search(rf"^  Fix: .*{words}", lines[-1])
-    assert {"came", "should"} <= {line.split()[0] for line in lines}
+    assert set(labels) <= {line.split()[0] for line in lines}
 
 
 @pytest.mark.parametrize(("rule", "law", "words"), WRONG_RULES)

@@ -8,7 +8,8 @@ import functools
 import helpers
 import pytest
 import torch
-from helpers import Checkpointed, assert_close, clone, cross_entropy_of, tensors
+from helpers import Checkpointed, assert_close, clone, cross_entropy_of, mean_square_of, tensors
+from jobs import to
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -205,12 +206,6 @@ AROUND = {
 AROUND["masters of a partition"] = (ps.with_master_weights(AROUND["partition"][0]), torch.bfloat16)
 
 
-def to(device, tree):
-    return torch.utils._pytree.tree_map(
-        lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree
-    )
-
-
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("name", AROUND)
 def test_what_stands_around_an_optimizer_agrees_with_the_cpu(name, donate, syncs_are_errors):
@@ -259,19 +254,14 @@ def test_a_guard_rejects_the_step_that_it_rejects_on_the_cpu(syncs_are_errors):
 
 @pytest.mark.parametrize("policy", ["compute=float32", "compute=float16,output=float32"])
 def test_a_model_that_checkpoints_itself_has_the_gradients_of_one_that_does_not(policy):
-    found = []
+    results = []
     for checkpoints in (False, True):
         apply, params, buffers = ps.make_functional(Checkpointed(checkpoints).to(DEVICE))
-        apply = ps.with_policy(apply, f"params=float32,{policy}")
-
-        def loss_fn(params, buffers, x, apply=apply):
-            out, buffers = apply(params, buffers, x)
-            return out.float().square().mean(), buffers
-
+        loss_fn = mean_square_of(ps.with_policy(apply, f"params=float32,{policy}"))
         torch.manual_seed(1)
         x = torch.randn(33, 6, device=DEVICE)
-        found.append(ps.value_and_grad(loss_fn)(params, buffers, x))
-    assert_close(*found, rtol=1e-6, atol=1e-7)
+        results.append(ps.value_and_grad(loss_fn)(params, buffers, x))
+    assert_close(*results, rtol=1e-6, atol=1e-7)
 
 
 def test_a_loop_by_hand_agrees_with_the_cpu_and_does_not_sync(syncs_are_errors):

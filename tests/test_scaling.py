@@ -148,26 +148,6 @@ def test_a_write_into_donated_gradients_is_counted(scale):
     assert [grad._version for grad in grads] == [1, 1]
 
 
-@pytest.mark.parametrize("bad", [None, math.nan])
-def test_a_step_without_a_bound_has_the_bits_of_one_without_torchs_operator(bad, monkeypatch):
-    optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.1), ps.DynamicScale()
-    params = {"w": torch.linspace(-1, 1, 33), "b": torch.tensor(0.5)}
-    batch = torch.linspace(-2, 2, 33)
-    if bad is not None:
-        batch[0] = bad
-
-    def loss_fn(params, buffers, x):
-        return (params["w"] * x + params["b"]).pow(2).mean(), buffers
-
-    def step():
-        state = ps.init_train_state(params, {}, optimizer, rule)
-        return ps.train_step(state, [batch], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
-
-    by_operator = step()
-    monkeypatch.setattr(private, "unscale_and_check_", False, raising=False)
-    assert same_bits(by_operator, step())
-
-
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 def test_nothing_scaled_by_a_damaged_scale_is_trusted_even_without_a_gradient(scale):
     for grads in ([torch.ones(2)], [torch.zeros(0)], {"frozen": None}):

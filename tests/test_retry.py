@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_donation_keeps_bits, clone, generator_of, scaled_by, stack, started
+from helpers import assert_donation_keeps_bits, clone, generator_of, scaled_by, started
 from test_microbatches import INF, numbers, overflowing
 
 import purescale as ps
@@ -105,13 +105,6 @@ def test_retries_work_with_donation(retries):
     assert_donation_keeps_bits(
         lambda donate: step(clone(state), window, max_retries=retries, donate=donate)
     )
-
-
-def test_retries_are_refused_where_they_cannot_be():
-    state, step, microbatches = overflowing(104)
-    words = "max_retries reads a flag on the host, which a traced or captured step cannot do"
-    with pytest.raises(ValueError, match=words):
-        torch.vmap(lambda s: step(s, microbatches, max_retries=1))(stack([state, state]))
 
 
 # ---- threads -------------------------------------------------------------------------------------

@@ -175,15 +175,9 @@ def test_none_passes_through_and_counts_as_zero_where_there_is_a_mean():
     assert accum.grads["w"] == 2
 
 
-# ---- what is bad, and what counts for nothing
-
-
 def test_token_counts_beyond_2_to_the_24_are_added_exactly():
     accum = window(scalars(1.0, 1.0, 1.0), weights=[2**24, 1, 1])
     assert accum.weight == 2**24 + 2
-
-
-# ---- merging
 
 
 def alike(a, b):
@@ -396,9 +390,6 @@ def test_a_tree_without_tensors_is_accumulated(empty):
     assert (bad.item(), accum.num_good.item()) == (False, 3)
 
 
-# ---- the norm of the mean
-
-
 @pytest.mark.parametrize("norm", [torch.tensor(INF), torch.tensor(math.nan)])
 def test_a_norm_that_is_not_finite_can_be_made_an_error(norm):
     with pytest.raises(FloatingPointError, match=r"the global norm of the gradients is (inf|nan)"):
@@ -406,7 +397,7 @@ def test_a_norm_that_is_not_finite_can_be_made_an_error(norm):
     ps.check_grad_norm(torch.tensor(1e30))
 
 
-# ---- what a review found
+# ---- edges
 
 
 def test_a_sparse_mean_takes_none_and_dense_gradients():

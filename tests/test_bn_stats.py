@@ -253,22 +253,21 @@ def test_frozen_unused_and_untracked_layers_keep_their_buffers():
 
 
 def test_hand_written_batch_norms_are_caught():
+    fresh = {"mean": 0.0, "var": 1.0}
+
     def apply(params, buffers, x):
         new = {name: t.clone() for name, t in buffers.items()}
         x = F.batch_norm(x, new["a.running_mean"], new["a.running_var"], None, None, True)
         of_b = new["b.running_mean"], new["b.running_var"]
         return torch.batch_norm(x, None, None, *of_b, True, 0.1, 1e-5, False), new
 
-    buffers = {f"{n}.running_{k}": torch.full((3,), v) for n in "ab" for k, v in FRESH.items()}
+    buffers = {f"{n}.running_{k}": torch.full((3,), v) for n in "ab" for k, v in fresh.items()}
     x = normal(8, 3, mean=2.0)
     stats = ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, {}, buffers, x)
     torch.testing.assert_close(stats.layers["a"].mean, x.double().mean(0))
     torch.testing.assert_close(
         stats.layers["b"].m2 / 7, torch.ones(3).double() * 8 / 7, rtol=1e-4, atol=1e-4
     )
-
-
-FRESH = {"mean": 0.0, "var": 1.0}
 
 
 # ---- merged, compiled, vmapped
@@ -454,7 +453,7 @@ def test_windows_under_vmap_equal_a_loop():
     assert_vmap_equals_loop(step, stack([state] * 2), windows, rtol=1e-5, atol=1e-5)
 
 
-# ---- what a review found
+# ---- kinds of layers and policies
 
 
 class Rescaled(nn.Module):

@@ -12,8 +12,6 @@ from torch import nn
 
 import purescale as ps
 
-# ---- precise_bn
-
 
 def precise(model, data, **settings):
     """Return the buffers of `precise_bn` over the model's own, and those."""
@@ -198,16 +196,10 @@ def test_sequential_refuses_layers_that_are_called_twice_or_in_another_order():
             precise(model, [normal(8, 3), normal(7, 3)], normalize="sequential")
 
 
-# ---- bad input
-
-
 def test_a_loader_of_images_and_labels_that_the_default_cannot_feed_shows_the_cure():
     with pytest.raises(TypeError, match="takes 2 positional arguments") as refused:
         precise(labelled(), [(torch.ones(4, 3), torch.ones(4))])
     assert "call=lambda forward, batch: forward(batch[0])" in refused.value.__notes__[0]
-
-
-# ---- what a review found
 
 
 def test_sequential_leaves_a_bad_or_empty_batch_out_of_every_layer():

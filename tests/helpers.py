@@ -80,6 +80,11 @@ def stack(trees: list[Any]) -> Any:
     return pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
 
 
+def with_its_double(tree: Any) -> Any:
+    """Two members: the tree, and the tree with all that is floating times 2."""
+    return pytree.tree_map(lambda t: torch.stack([t, 2 * t if t.is_floating_point() else t]), tree)
+
+
 def unstack(tree: Any, index: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf[index], tree)
 

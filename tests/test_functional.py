@@ -24,6 +24,7 @@ from helpers import (
     small_net,
     started,
     trained,
+    with_its_double,
 )
 from torch import nn
 
@@ -162,10 +163,7 @@ def test_apply_under_vmap_equals_a_loop(case):
         out, new_buffers = apply(params, buffers, *args)
         return first(out), new_buffers
 
-    stacks = [
-        {name: torch.stack([t, t if t.dtype is torch.int64 else 2 * t]) for name, t in tree.items()}
-        for tree in (params, buffers)
-    ]
+    stacks = with_its_double((params, buffers))
     assert_vmap_equals_loop(call, *stacks, rtol=1.3e-6, atol=1e-5)
 
 

@@ -13,6 +13,7 @@ from helpers import (
     same_bits,
     shares_memory,
     small_net,
+    with_its_double,
 )
 from torch import nn
 
@@ -300,12 +301,8 @@ def test_norms_in_another_dtype_than_a_float32_net(norms, train):
 )
 def test_a_policy_under_vmap_equals_a_loop(policy):
     apply, params, buffers = ps.make_functional(small_net())
-    half, x = ps.with_policy(apply, policy), batch()[0]
-    stacks = [
-        {n: torch.stack([t, t if t.dtype is torch.int64 else t * 1.5]) for n, t in tree.items()}
-        for tree in (params, buffers)
-    ]
-    assert_vmap_equals_loop(half, *stacks, torch.stack([x, x]), rtol=2e-2, atol=2e-2)
+    half, stacks = ps.with_policy(apply, policy), with_its_double((params, buffers, batch()[0]))
+    assert_vmap_equals_loop(half, *stacks, rtol=2e-2, atol=2e-2)
 
 
 def test_a_policy_compiles_in_one_graph():

@@ -229,6 +229,19 @@ def test_the_mean_of_a_window_is_that_of_float64(how, dtype):
         assert ((got - expected).abs() <= 1e-6 * weighted.abs().sum(0)).all()
 
 
+@pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
+def test_windows_under_vmap_equal_a_loop(on_nonfinite):
+    """To 1e-6: other kernels."""
+    settings = {"weight_fn": lambda m: m[1], "max_norm": 1.0, "on_nonfinite": on_nonfinite}
+    state, step = vector_job("equal", **settings)
+    weights = ((1.0, 2.0, 3.0), (0.0, 1.0, 1.0), (1.0, math.nan, 1.0), (0.0,) * 3, (1.0, 1.0, 2.0))
+    windows = [[(torch.randn(3), torch.tensor(w)) for w in ws] for ws in weights]
+    for index, value in ((1, math.nan), (4, INF)):
+        windows[index][0] = (torch.full((3,), value), windows[index][0][1])
+    states = [scaled_by(state, 2.0**i) for i in range(5)]
+    assert_vmap_equals_loop(step, stack(states), stack(windows), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_a_window_is_one_pass_a_microbatch_and_one_look(how):
     state, step = vector_job(how)
@@ -337,22 +350,6 @@ def overflowing(scale):
     return state._replace(scaler=at(2.0**scale)), step, numbers(2.0**27, 2.0**26)
 
 
-# ---- vmapped
-
-
-@pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
-def test_windows_under_vmap_equal_a_loop(on_nonfinite):
-    """To 1e-6: other kernels."""
-    settings = {"weight_fn": lambda m: m[1], "max_norm": 1.0, "on_nonfinite": on_nonfinite}
-    state, step = vector_job("equal", **settings)
-    weights = ((1.0, 2.0, 3.0), (0.0, 1.0, 1.0), (1.0, math.nan, 1.0), (0.0,) * 3, (1.0, 1.0, 2.0))
-    windows = [[(torch.randn(3), torch.tensor(w)) for w in ws] for ws in weights]
-    for index, value in ((1, math.nan), (4, INF)):
-        windows[index][0] = (torch.full((3,), value), windows[index][0][1])
-    states = [scaled_by(state, 2.0**i) for i in range(5)]
-    assert_vmap_equals_loop(step, stack(states), stack(windows), rtol=1e-6, atol=1e-6)
-
-
 def test_retries_that_only_underflow_the_others_are_not_used():
     """One microbatch has a finite loss and a NaN gradient at any scale; at the lowest scale the
     other one vanishes in float16.
@@ -407,14 +404,6 @@ def test_a_window_at_an_unusable_scale_is_tried_again_at_a_usable_one(scale):
     assert not info.found_inf
     for microbatches in (numbers(1.0), numbers(1.0, 2.0)):
         assert step(state._replace(scaler=at(scale)), microbatches)[1].found_inf
-
-
-def test_complex_parameters_and_clip_value_are_refused_before_any_work():
-    params = {"w": torch.ones(1, dtype=torch.complex64)}
-    state, step = started(params, lambda p, m: pytest.fail("called"), clip_value=1.0)
-    words = r"params\['w'\] has dtype torch.complex64; complex numbers have no order"
-    with pytest.raises(TypeError, match=words):
-        step(state, [0])
 
 
 # ---- the norm that a step reports

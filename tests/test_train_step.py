@@ -35,9 +35,6 @@ RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
 OVERFLOWS = 2.0**24  # a scale under which the small net overflows float16
 
 
-# ---- train_step
-
-
 def test_init_train_state_copies_what_it_was_given_off_the_graph():
     w, rng = torch.ones(2, requires_grad=True), torch.Generator().manual_seed(0).get_state()
     given = {"w": w}, {"b": w.detach()}
@@ -52,9 +49,6 @@ def test_a_step_reads_no_tensor_value():
         state, step = job(optimizer, RULE, on_nonfinite=policy, **settings)
         state, _ = assert_sync_free(step, state, [batch(0), batch(1)])
         assert_sync_free(step, scaled_by(state, OVERFLOWS), [batch(0)], donate=True)
-
-
-# ---- microbatches
 
 
 # ---- random numbers
@@ -132,6 +126,8 @@ def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(
 
 
 A_BATCH = r"is a tuple; .*`train_step\(state, \[batch\], \.\.\.\)`"
+COMPLEX = ps.init_train_state({"w": torch.ones(1, dtype=torch.complex64)}, {}, SGD, RULE)
+NO_ORDER = r"params\['w'\] has dtype torch.complex64; complex numbers have no order"
 NEVER_MOVES = {"max_retries": 1, "rule": ps.StaticScale(2.0)}
 POLICIES = "on_nonfinite must be 'drop_window' or 'drop_microbatch', got 'ignore'"
 
@@ -147,6 +143,7 @@ POLICIES = "on_nonfinite must be 'drop_window' or 'drop_microbatch', got 'ignore
         ({"max_norm": 0.0}, ValueError, "max_norm must be above 0"),
         ({"max_norm": "1"}, TypeError, "max_norm must be a number"),
         ({"clip_value": -1.0}, ValueError, "clip_value must be above 0"),
+        ({"clip_value": 1.0, "state": COMPLEX}, TypeError, NO_ORDER),
         ({"weight_fn": lambda b: -1.0}, ValueError, r"weight_fn returned -1\.0"),
         ({"weight_fn": lambda b: "8"}, TypeError, "weight_fn returned '8'"),
         ({"weight_fn": lambda b: True}, TypeError, "weight_fn returned True"),

@@ -28,7 +28,7 @@ from hypothesis import example, given
 from torch import Tensor
 
 import purescale as ps
-from purescale.testing import assert_pure, assert_single_graph, same_bits
+from purescale.testing import assert_pure, assert_single_graph, assert_vmap_equals_loop, same_bits
 
 nan, inf = math.nan, math.inf
 GUARD = ps.SpikeGuard(sigma=6.0, decay=0.9, warmup=3)
@@ -371,15 +371,10 @@ def test_under_vmap_each_member_is_judged_by_itself():
         params = {name: p * (1 + 0.1 * seed) for name, p in state.params.items()}
         state = state._replace(params=params)
         members.append(trained(state, step, windows([CALM] * 4))[0])
-    given = [(batch(seed), torch.tensor(f)) for seed, f in enumerate((CALM, SPIKE, OVERFLOW))]
-    loop = [step(state, [microbatch]) for state, microbatch in zip(members, given, strict=True)]
-    mapped = torch.vmap(lambda state, microbatch: step(state, [microbatch]))
-    together, info = mapped(stack(members), stack(given))
+    window = [stack([window[0] for window in windows([CALM, SPIKE, OVERFLOW])])]
+    together, info = assert_vmap_equals_loop(step, stack(members), window, rtol=1e-2, atol=1e-3)
     assert info.rejected.tolist() == [False, True, False]
     assert info.found_inf.tolist() == [False, True, True]
-    for index, (new, _) in enumerate(loop):
-        found = unstack(together, index)
-        torch.testing.assert_close(tuple(found), tuple(new), rtol=1e-2, atol=1e-3)
     assert same_bits(unstack(together, 1), counting(members[1], 1))
 
 

@@ -45,8 +45,8 @@ def nested(opt):
     return torchs.ChainedScheduler([warm_up_and_cosine(opt), torchs.StepLR(opt, 8)])
 
 
-def scheduler(name, *given, **settings):
-    return lambda opt: getattr(torchs, name)(opt, *given, **settings)
+def scheduler(name, *args, **settings):
+    return lambda opt: getattr(torchs, name)(opt, *args, **settings)
 
 
 MAKES = {
@@ -377,17 +377,13 @@ def test_the_copy_on_a_device_is_an_ordinary_tensor_wherever_it_was_first_asked_
 # ---- a setting like others
 
 
-def test_equal_tables_are_equal_settings():
-    assert made("StepLR") == made("StepLR")
-    assert hash(made("StepLR")) == hash(made("StepLR"))
-    assert made("StepLR") != made("StepLR", lr=0.4)
+def test_tables_of_equal_rates_are_equal_settings_also_as_ranks_compare_them():
+    one, same, other = made("StepLR"), made("StepLR"), made("StepLR", lr=0.3001)
+    assert one == same != other
+    assert hash(one) == hash(same)
     assert RateTable.of([1.0, 2.0], start=1) != RateTable.of([1.0, 2.0])
-
-
-def test_ranks_compare_every_rate():
-    one, same = (ps.from_torch(torch.optim.SGD, lr=made("StepLR")) for _ in range(2))
-    other = ps.from_torch(torch.optim.SGD, lr=made("StepLR", lr=0.3001))
-    assert describe_setting(one) == describe_setting(same) != describe_setting(other)
+    compared = [describe_setting(of_torch("SGD")(lr=table)) for table in (one, same, other)]
+    assert compared[0] == compared[1] != compared[2]
 
 
 def test_it_is_copied_and_pickled():
@@ -397,73 +393,71 @@ def test_it_is_copied_and_pickled():
         assert same_bits(other(torch.arange(9)), schedule(torch.arange(9)))
 
 
-# ---- words
+# ---- what is refused
 
 
-REFUSED = {
-    "plateau": (torchs.ReduceLROnPlateau, ValueError,
-        r"ReduceLROnPlateau.*in_state=\('lr',\).*get_last_lr"),
-    "one-cycle": (lambda opt: torchs.OneCycleLR(opt, max_lr=0.1, total_steps=STEPS), ValueError,
-        "OneCycleLR moves momentum.*cycle_momentum=False.*setting='momentum'"),
-    "cyclic": (lambda opt: torchs.CyclicLR(opt, 0.1, 0.2, base_momentum=0.9, max_momentum=0.95),
-        ValueError, "CyclicLR moves momentum.*cycle_momentum=False"),
-    "ends": (
-        lambda opt: torchs.OneCycleLR(opt, max_lr=0.1, total_steps=10, cycle_momentum=False),
-        ValueError, "Tried to step 11 times"),
-    "other": (lambda opt: torchs.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 3), ValueError,
-        "a StepLR of another optimizer"),
-    "another setting": (
-        lambda opt: torchs.LambdaLR(
-            opt, lambda n: opt.param_groups[0].update(weight_decay=0.1 * n) or 1.0),
-        ValueError, "LambdaLR moves weight_decay"),
-    "none": (lambda opt: None, TypeError, r"make\(optimizer\) is NoneType.*Fix: `lambda opt"),
-    "function": (lambda opt: math.cos, TypeError, "expected a scheduler of torch"),
-}  # fmt: skip
+def by_factors(factor):
+    return scheduler("LambdaLR", factor)
 
 
-NOT_MOVED = {
-    "momentum": "OneCycleLR does not move the momentum.*cycle_momentum=True",
-    "betas": 'setting is \'betas\', expected "lr" or "momentum"',
-}
+def of_another_optimizer(opt):
+    return torchs.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 3)
 
 
-@pytest.mark.parametrize("setting", NOT_MOVED)
-def test_a_setting_that_does_not_move_is_refused(setting):
-    with pytest.raises(ValueError, match=NOT_MOVED[setting]):
-        ps.schedule_from_torch(MAKES["OneCycleLR"], 0.3, STEPS, setting=setting)
+def moves_weight_decay(opt):
+    group = opt.param_groups[0]
+    return torchs.LambdaLR(opt, lambda n: group.update(weight_decay=0.1 * n) or 1.0)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_rate_by_step_is_refused(case):
-    make, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        ps.schedule_from_torch(make, 0.3, STEPS)
+STEP, CYCLE = MAKES["StepLR"], MAKES["OneCycleLR"]
+CYCLE_OF_MOMENTUM = scheduler("OneCycleLR", max_lr=0.1, total_steps=STEPS)
+CYCLIC = scheduler("CyclicLR", 0.1, 0.2, base_momentum=0.9, max_momentum=0.95)
+TOO_SHORT = scheduler("OneCycleLR", max_lr=0.1, total_steps=10, cycle_momentum=False)
+PLATEAU = r"ReduceLROnPlateau.*in_state=\('lr',\).*get_last_lr"
+MOMENTUM = "OneCycleLR moves momentum.*cycle_momentum=False.*setting='momentum'"
+NO_MOMENTUM = "OneCycleLR does not move the momentum.*cycle_momentum=True"
+NO_SETTING = 'setting is \'betas\', expected "lr" or "momentum"'
+NO_SCHEDULER = r"make\(optimizer\) is NoneType.*Fix: `lambda opt"
+TOO_LARGE = "the rate of step 0 is .* out of the range of float32"
 
 
 @pytest.mark.parametrize(
-    ("lr", "steps", "error"),
-    [(0.1, 0, ValueError), (0.1, 2.5, TypeError), (torch.tensor(0.1), 5, TypeError)],
-    ids=str,
+    ("make", "settings", "error", "words"),
+    [
+        (torchs.ReduceLROnPlateau, {}, ValueError, PLATEAU),
+        (CYCLE_OF_MOMENTUM, {}, ValueError, MOMENTUM),
+        (CYCLIC, {}, ValueError, "CyclicLR moves momentum.*cycle_momentum=False"),
+        (TOO_SHORT, {}, ValueError, "Tried to step 11 times"),
+        (of_another_optimizer, {}, ValueError, "a StepLR of another optimizer"),
+        (moves_weight_decay, {}, ValueError, "LambdaLR moves weight_decay"),
+        (lambda opt: None, {}, TypeError, NO_SCHEDULER),
+        (lambda opt: math.cos, {}, TypeError, "expected a scheduler of torch"),
+        (CYCLE, {"setting": "momentum"}, ValueError, NO_MOMENTUM),
+        (CYCLE, {"setting": "betas"}, ValueError, NO_SETTING),
+        (STEP, {"steps": 0}, ValueError, "steps must be"),
+        (STEP, {"steps": 2.5}, TypeError, "steps must be"),
+        (STEP, {"lr": torch.tensor(0.1)}, TypeError, "lr is a tensor"),
+        (by_factors(lambda n: 1.0), {"lr": 1e39}, ValueError, TOO_LARGE),
+        (by_factors(lambda n: 1.0), {"lr": math.inf}, ValueError, TOO_LARGE),
+        (
+            by_factors(lambda n: 10.0**n),
+            {"lr": 1e38},
+            ValueError,
+            r"the rate of step 1 is 1e\+39, out of the range",
+        ),
+        (
+            by_factors(lambda n: -0.5 if n else 1.0),
+            {"lr": 1.0},
+            ValueError,
+            "the rate of step 1 is .*refuse negative rates and NaN",
+        ),
+    ],
 )
-def test_a_rate_or_length_that_is_none_is_refused(lr, steps, error):
-    with pytest.raises(error, match=r"steps must be|lr is a tensor"):
-        ps.schedule_from_torch(MAKES["StepLR"], lr, steps)
-
-
-def by_factors(factor, lr):
-    return ps.schedule_from_torch(lambda opt: torchs.LambdaLR(opt, factor), lr, 3)
-
-
-@pytest.mark.parametrize("lr", [1e39, float("inf")])
-def test_rates_out_of_the_range_of_float32_are_refused(lr):
-    with pytest.raises(ValueError, match=r"the rate of step 0 is .* out of the range of float32"):
-        by_factors(lambda n: 1.0, lr)
-    with pytest.raises(ValueError, match=r"the rate of step 1 is 1e\+39, out of the range"):
-        by_factors(lambda n: 10.0**n, 1e38)
-    with pytest.raises(ValueError, match=r"the rate of step 1 is .*refuse negative rates and NaN"):
-        by_factors(lambda n: -0.5 if n else 1.0, 1.0)
+def test_what_is_no_table_of_rates_is_refused(make, settings, error, words):
+    with pytest.raises(error, match=words):
+        ps.schedule_from_torch(make, **{"lr": 0.3, "steps": STEPS, **settings})
 
 
 def test_a_schedule_that_misses_0_by_rounding_is_taken():
-    schedule = by_factors(lambda n: 1 - n, 1e-17)
+    schedule = ps.schedule_from_torch(by_factors(lambda n: 1 - n), 1e-17, 3)
     assert schedule(torch.tensor(2)) == torch.tensor(-1e-17)

@@ -202,7 +202,41 @@ def test_norm_params_names_the_weights_of_norms(model, names):
     assert ps.make_functional(model)[0].norm_params == names
 
 
-# ---- modules that are refused
+def test_apply_takes_inference_tensors():
+    apply, params, buffers = ps.make_functional(nn.Linear(2, 1))
+    with torch.inference_mode():
+        params = {n: p.clone() for n, p in params.items()}
+        apply(params, buffers, torch.ones(1, 2))
+
+
+def test_the_weights_of_an_rnn_stay_where_they_are_in_memory(monkeypatch):
+    def forward(m, x):
+        m.rnn.flatten_parameters()
+        return m.rnn(x)[0]
+
+    def moved(rnn):  # as on CUDA
+        with torch.no_grad():
+            for weight in rnn._flat_weights:
+                weight.set_(weight.clone())
+
+    model = module_of(forward, rnn=nn.GRU(5, 3))
+    apply, params, buffers = ps.make_functional(model)
+    expected = model(torch.ones(2, 5)).detach()
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", moved)
+    with Untouched(params):
+        assert same_bits(apply(params, buffers, torch.ones(2, 5))[0], expected)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda apply: pickle.loads(pickle.dumps(apply))])
+@pytest.mark.parametrize("make", [small_net, lambda: nn.Sequential(nn.Flatten(), nn.LSTM(36, 3))])
+def test_a_copy_of_apply_does_the_same(how, make):
+    apply, params, buffers = ps.make_functional(make())
+    x = torch.randn(2, 1, 6, 6)
+    out = apply(params, buffers, x)
+    other = how(apply)
+    for _ in range(2):
+        again = other(params, buffers, x)
+        assert same_bits((first(again[0]), again[1]), (first(out[0]), out[1]))
 
 
 class BothError(nn.Module, Exception):
@@ -387,6 +421,43 @@ def test_a_parameter_in_a_step_is_a_parameter_and_what_comes_out_is_a_tensor():
     assert {type(t) for t in (out["w"], *out["parts"])} == {torch.Tensor}
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_frozen_embedding_that_renormalises_its_weight_is_written_as_torch_writes_it(compiled):
+    model = nn.Sequential(
+        nn.Embedding.from_pretrained(torch.ones(5, 3), max_norm=0.5), nn.Linear(3, 2)
+    )
+    apply, params, buffers = ps.make_functional(model)
+    call = in_one_graph(apply) if compiled else apply
+    rows = torch.tensor([0, 3])
+    with Untouched(buffers):
+        out, new_buffers = call(params, buffers, rows)
+    assert same_bits(out, model(rows))
+    assert same_bits(new_buffers, {"0.weight": model[0].weight})
+
+
+def tied_to_a_head():
+    module = nn.Embedding(3, 2, max_norm=0.1)
+    module.head = nn.Linear(2, 3, bias=False)
+    module.head.weight = module.weight
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [
+        (lambda: nn.EmbeddingBag(3, 2, max_norm=0.1), [[0, 2]]),
+        (tied_to_a_head, [0, 2]),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(3, 2, max_norm=0.1)), [0, 2]),
+    ],
+)
+def test_an_embedding_that_renormalises_its_weight_leaves_params_alone(make, rows):
+    module, rows = make(), torch.tensor(rows)
+    apply, params, buffers = ps.make_functional(module)
+    with Untouched(params):
+        out, _ = apply(params, buffers, rows)
+    assert same_bits(out, module(rows).detach())
+
+
 # ---- nothing of a call stays
 
 
@@ -450,6 +521,33 @@ def test_apply_inside_of_apply_has_parameters_of_its_own(how):
     )
     inner = apply(params, buffers, x)[0]
     torch.testing.assert_close(nested, apply(others, buffers, inner)[0] + inner)
+
+
+def test_apply_holds_no_memory_of_the_model():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2))
+    apply, params, buffers = ps.make_functional(model)
+    apply(params, buffers, torch.ones(2, 2))
+    memory = [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())]
+    modules = [weakref.ref(module) for module in model.modules()]
+    del model
+    gc.collect()
+    assert [ref() for ref in memory + modules if ref() is not None] == []
+
+
+def test_a_call_while_another_goes_on_does_not_see_the_hooks_that_it_installed():
+    def forward(m, x, then):
+        m.layer.register_forward_hook(lambda module, inputs, out: out * 2)
+        return m.layer(x), then()
+
+    apply, params, buffers = ps.make_functional(module_of(forward, layer=nn.Linear(3, 3)))
+    x = torch.ones(2, 3)
+
+    def another():
+        return apply(params, buffers, x, lambda: None)[0][0]
+
+    (outer, inner), _ = apply(params, buffers, x, another)
+    assert same_bits(inner, outer)
+    assert same_bits(inner, 2 * F.linear(x, params["layer.weight"], params["layer.bias"]))
 
 
 # ---- buffers that come, go and change
@@ -533,7 +631,20 @@ def test_a_buffer_that_is_replaced_by_an_argument_shares_no_memory_with_it(with_
     assert not shares_memory(new, x)
 
 
-# ---- what is given
+@pytest.mark.parametrize(
+    ("own", "value", "how"),
+    [
+        (torch.zeros(3), lambda old: (old + 0.5).half(), in_one_graph),
+        (torch.zeros(3, dtype=torch.int64), lambda old: old + 0.5, lambda f: f),
+    ],
+)
+def test_a_buffer_that_is_replaced_in_another_dtype_keeps_its_own_unless_it_would_be_truncated(
+    own, value, how
+):
+    model = does(lambda m, x: setattr(m, "state", value(m.state)), own)
+    apply, params, buffers = ps.make_functional(model)
+    _, new = how(apply)(params, buffers, torch.ones(1, 3))
+    assert same_bits(new["state"], torch.full((3,), 0.5))
 
 
 @pytest.mark.parametrize(
@@ -674,64 +785,6 @@ def test_buffers_that_require_a_gradient_are_off_the_graph_after_a_step(donate, 
     assert not state.buffers["frozen"].requires_grad
 
 
-# ---- edges that a careless change would break
-
-
-def test_apply_holds_no_memory_of_the_model():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2))
-    apply, params, buffers = ps.make_functional(model)
-    apply(params, buffers, torch.ones(2, 2))
-    memory = [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())]
-    modules = [weakref.ref(module) for module in model.modules()]
-    del model
-    gc.collect()
-    assert [ref() for ref in memory + modules if ref() is not None] == []
-
-
-def test_apply_takes_inference_tensors():
-    apply, params, buffers = ps.make_functional(nn.Linear(2, 1))
-    with torch.inference_mode():
-        params = {n: p.clone() for n, p in params.items()}
-        apply(params, buffers, torch.ones(1, 2))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_frozen_embedding_that_renormalises_its_weight_is_written_as_torch_writes_it(compiled):
-    model = nn.Sequential(
-        nn.Embedding.from_pretrained(torch.ones(5, 3), max_norm=0.5), nn.Linear(3, 2)
-    )
-    apply, params, buffers = ps.make_functional(model)
-    call = in_one_graph(apply) if compiled else apply
-    rows = torch.tensor([0, 3])
-    with Untouched(buffers):
-        out, new_buffers = call(params, buffers, rows)
-    assert same_bits(out, model(rows))
-    assert same_bits(new_buffers, {"0.weight": model[0].weight})
-
-
-def tied_to_a_head():
-    module = nn.Embedding(3, 2, max_norm=0.1)
-    module.head = nn.Linear(2, 3, bias=False)
-    module.head.weight = module.weight
-    return module
-
-
-@pytest.mark.parametrize(
-    ("make", "rows"),
-    [
-        (lambda: nn.EmbeddingBag(3, 2, max_norm=0.1), [[0, 2]]),
-        (tied_to_a_head, [0, 2]),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(3, 2, max_norm=0.1)), [0, 2]),
-    ],
-)
-def test_an_embedding_that_renormalises_its_weight_leaves_params_alone(make, rows):
-    module, rows = make(), torch.tensor(rows)
-    apply, params, buffers = ps.make_functional(module)
-    with Untouched(params):
-        out, _ = apply(params, buffers, rows)
-    assert same_bits(out, module(rows).detach())
-
-
 # ---- tensors and modules that stand elsewhere in the model too
 
 
@@ -838,9 +891,6 @@ def test_what_was_computed_from_a_weight_before_is_refused_where_it_is_read(view
         called(model, torch.ones(5, 5))
 
 
-# ---- weights that are read in the backward pass
-
-
 class ReadsLater(torch.autograd.Function):
     """A product whose backward reads the weight of the module."""
 
@@ -868,9 +918,6 @@ def test_a_weight_that_is_read_in_the_backward_pass_is_that_of_the_call():
     # also during another call
     apply({"w": params["w"] * 7}, buffers, x, then=lambda: outs[0].sum().backward())
     assert same_bits(x.grad, torch.full((2, 5), 2.0))
-
-
-# ---- objects that hold a part of the model
 
 
 class Hook:
@@ -901,71 +948,3 @@ def test_what_deepcopy_follows_works_on_the_copy(change):
         assert not same_bits(apply(moved, buffers, x)[0], out)
     torch.testing.assert_close(out, net(x).detach())
     torch.testing.assert_close(new_buffers, dict(net.named_buffers()))
-
-
-# ---- what an apply is
-
-
-def test_the_weights_of_an_rnn_stay_where_they_are_in_memory(monkeypatch):
-    def forward(m, x):
-        m.rnn.flatten_parameters()
-        return m.rnn(x)[0]
-
-    def moved(rnn):  # as on CUDA
-        with torch.no_grad():
-            for weight in rnn._flat_weights:
-                weight.set_(weight.clone())
-
-    model = module_of(forward, rnn=nn.GRU(5, 3))
-    apply, params, buffers = ps.make_functional(model)
-    expected = model(torch.ones(2, 5)).detach()
-    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", moved)
-    with Untouched(params):
-        assert same_bits(apply(params, buffers, torch.ones(2, 5))[0], expected)
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda apply: pickle.loads(pickle.dumps(apply))])
-@pytest.mark.parametrize("make", [small_net, lambda: nn.Sequential(nn.Flatten(), nn.LSTM(36, 3))])
-def test_a_copy_of_apply_does_the_same(how, make):
-    apply, params, buffers = ps.make_functional(make())
-    x = torch.randn(2, 1, 6, 6)
-    out = apply(params, buffers, x)
-    other = how(apply)
-    for _ in range(2):
-        again = other(params, buffers, x)
-        assert same_bits((first(again[0]), again[1]), (first(out[0]), out[1]))
-
-
-# ---- hooks that a forward installs
-
-
-def test_a_call_while_another_goes_on_does_not_see_the_hooks_that_it_installed():
-    def forward(m, x, then):
-        m.layer.register_forward_hook(lambda module, inputs, out: out * 2)
-        return m.layer(x), then()
-
-    apply, params, buffers = ps.make_functional(module_of(forward, layer=nn.Linear(3, 3)))
-    x = torch.ones(2, 3)
-
-    def another():
-        return apply(params, buffers, x, lambda: None)[0][0]
-
-    (outer, inner), _ = apply(params, buffers, x, another)
-    assert same_bits(inner, outer)
-    assert same_bits(inner, 2 * F.linear(x, params["layer.weight"], params["layer.bias"]))
-
-
-@pytest.mark.parametrize(
-    ("own", "value", "how"),
-    [
-        (torch.zeros(3), lambda old: (old + 0.5).half(), in_one_graph),
-        (torch.zeros(3, dtype=torch.int64), lambda old: old + 0.5, lambda f: f),
-    ],
-)
-def test_a_buffer_that_is_replaced_in_another_dtype_keeps_its_own_unless_it_would_be_truncated(
-    own, value, how
-):
-    model = does(lambda m, x: setattr(m, "state", value(m.state)), own)
-    apply, params, buffers = ps.make_functional(model)
-    _, new = how(apply)(params, buffers, torch.ones(1, 3))
-    assert same_bits(new["state"], torch.full((3,), 0.5))

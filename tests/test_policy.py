@@ -153,19 +153,6 @@ def test_a_parameter_in_another_dtype_than_the_policy_keeps_is_refused_by_name()
         ps.with_policy(apply, HALF)(params, buffers, torch.ones(1, 2))
 
 
-# ---- edges that a careless change would break
-
-
-def test_norms_in_float32_around_an_unflatten_is_one_graph():
-    def half(x):
-        with ps.norms_in_float32():
-            return F.layer_norm(x.unflatten(-1, (2, 3)), (3,))
-
-    x = torch.randn(4, 6, dtype=torch.float16)
-    compiled = torch.compile(half, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x), half(x))
-
-
 def under_autocast(model, dtype, *inputs, scale=1.0):
     """Return the outputs, buffers and gradients of a scaled loss, the last output, by a policy of
     this autocast, and those by torch's own around the module.
@@ -265,6 +252,16 @@ def test_norms_in_float32_leaves_float32_and_other_functions_alone():
     expected = F.layer_norm(x, (4,)), F.linear(x.half(), x.half())
     with ps.norms_in_float32():
         assert same_bits((F.layer_norm(x, (4,)), F.linear(x.half(), x.half())), expected)
+
+
+def test_norms_in_float32_around_an_unflatten_is_one_graph():
+    def half(x):
+        with ps.norms_in_float32():
+            return F.layer_norm(x.unflatten(-1, (2, 3)), (3,))
+
+    x = torch.randn(4, 6, dtype=torch.float16)
+    compiled = torch.compile(half, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), half(x))
 
 
 @pytest.mark.parametrize("norms", ["float32", "float16"])

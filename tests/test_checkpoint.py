@@ -180,9 +180,6 @@ def test_what_stands_in_other_containers_or_another_order_is_found_by_its_name()
     )
 
 
-# ---- memory
-
-
 def test_leaves_that_shared_memory_do_not_after_loading_so_that_all_may_be_donated(tmp_path):
     tied = torch.ones(3)
     tree = {"a": tied, "b": tied, "c": tied[:2]}
@@ -203,9 +200,6 @@ def test_one_member_of_an_ensemble_is_saved_without_the_others(tmp_path):
     ps.save(tmp_path / "member.pt", tree)
     assert os.path.getsize(tmp_path / "member.pt") < 4 * 1000 * 6
     assert same_bits(ps.load(tmp_path / "member.pt", zeros(tree)), tree)
-
-
-# ---- torch.distributed.checkpoint
 
 
 @pytest.mark.filterwarnings(
@@ -720,9 +714,6 @@ def test_a_disk_that_takes_no_permissions_and_no_sync_of_directories_will_do(
     monkeypatch.setattr(os, function, refusing)
     ps.save(tmp_path / "x.pt", SMALL)
     assert same_bits(ps.load(tmp_path / "x.pt", SMALL), SMALL)
-
-
-# ---- a kill at any moment leaves the old file or the new one
 
 
 def of(value):

@@ -118,9 +118,6 @@ def ours(optimizer, steps=20, params=None, state=None, start=0):
     return params, state
 
 
-# ---- agreement with torch
-
-
 def agree(ours, theirs):
     """To 1e-6 of the largest element: one that cancels has the rounding of its terms."""
     for a, b in zip(tensors(ours), tensors(theirs), strict=True):
@@ -182,9 +179,6 @@ def test_sparse_gradients_equal_the_real_optimizer(name):
     call = {"t": table}, {"t": grad}, optimizer.init({"t": table})
     params, _ = assert_sync_free(optimizer.step, *call)
     torch.testing.assert_close(params["t"], p.detach(), rtol=1e-6, atol=1e-7)
-
-
-# ---- laws
 
 
 @each_case
@@ -316,8 +310,6 @@ def test_init_needs_no_memory_beyond_the_state_and_leaves_the_parameters_alone(n
     assert not shares_memory(params, state)
 
 
-# ---- bad input
-
 sgd, adamw = (functools.partial(ps.from_torch, cls) for cls in (OPTIM.SGD, OPTIM.AdamW))
 TYPO = {"*": {"momentun": 0.9}}, {"*.biass": {"lr": 0.1}}
 REFUSED = [
@@ -381,9 +373,6 @@ def test_gradients_that_do_not_match_the_parameters_are_refused_and_nothing_chan
     ):
         with Untouched((params, state)), pytest.raises((TypeError, ValueError), match=message):
             step()
-
-
-# ---- layouts, dtypes, absences
 
 
 def layouts():
@@ -464,9 +453,6 @@ def test_a_lazy_view_makes_the_step_of_its_values(kind, name, where, donate):
         assert same_bits(lazy.resolve_conj().resolve_neg(), plain)
 
 
-# ---- a first step is each parameter's own
-
-
 def by_torch(steps, **settings):
     """The parameters after torch's own steps over these gradients, None where there are none."""
     params = {name: torch.zeros(1) for name in "ab"}
@@ -540,9 +526,6 @@ def test_dampening_begins_within_a_run_as_in_torchs():
     torch.testing.assert_close(params["w"], theirs.detach(), rtol=1e-6, atol=1e-6)
 
 
-# ---- schedules and words
-
-
 def table(rates):
     return lambda applied: torch.tensor(rates).take(applied)
 
@@ -589,8 +572,6 @@ def test_what_is_no_state_dict_is_refused_in_words(sd):
     with pytest.raises(ValueError, match=r"expected \{'state':.*Fix: `optimizer.from_state_dict"):
         ps.from_torch(OPTIM.AdamW).from_state_dict(sd, {"w": torch.ones(2)})
 
-
-# ---- edges that a careless change would break
 
 ONE = torch.ones(1)
 ONES = {"w": torch.ones(3)}

@@ -73,9 +73,6 @@ def double_grad(module, grads, _):
     return tuple(grad * 2 for grad in grads)
 
 
-# ---- what a forward may do -----------------------------------------------------------------------
-
-
 def once(register):
     """As transformers does where hidden states are asked for: behind a flag."""
 
@@ -198,9 +195,6 @@ def as_before():
     assert picture(net) == before
 
 
-# ---- eager and mapped ----------------------------------------------------------------------------
-
-
 @given(names=st.lists(st.sampled_from(sorted(EAGER)), min_size=1, max_size=4), mapped=st.booleans())
 def test_what_a_forward_changes_is_as_before_and_each_call_as_the_first(names, mapped):
     changes = [EAGER[name] for name in names]
@@ -289,9 +283,6 @@ def test_calls_share_what_cannot_be_made_anew(make):
     assert Resource.returned == returned
 
 
-# ---- compiled ------------------------------------------------------------------------------------
-
-
 def compiled(apply, changes, **settings):
     return torch.compile(
         lambda params, buffers, x: apply(params, buffers, x, changes)[0],
@@ -352,9 +343,6 @@ def test_what_a_compiled_function_catches_leaves_all_as_before():
             torch.testing.assert_close(call(x), apply(params, buffers, x + 1)[0])
 
 
-# ---- where a graph breaks ------------------------------------------------------------------------
-
-
 def graph_break(net, x):
     torch._dynamo.graph_break()
 
@@ -370,9 +358,6 @@ def test_what_stands_around_a_break_is_compiled_once():
         for _ in range(4):
             call({name: p.clone() for name, p in params.items()}, buffers, x)
     assert counted.frame_count == graphs
-
-
-# ---- what is recorded ----------------------------------------------------------------------------
 
 
 def aliases(writes):

@@ -51,9 +51,6 @@ def test_a_step_reads_no_tensor_value():
         assert_sync_free(step, scaled_by(state, OVERFLOWS), [batch(0)], donate=True)
 
 
-# ---- random numbers
-
-
 def test_a_step_draws_from_its_own_generator_if_it_has_one_and_else_from_torchs():
     def loss(params, x):
         return F.dropout(x @ params["w"], 0.5).square().mean()
@@ -88,9 +85,6 @@ def test_with_rng_what_is_skipped_or_dropped_draws_its_numbers_too(bad, on_nonfi
     assert torch.equal(new.rng, generator.get_state())
 
 
-# ---- what the loss function may be
-
-
 SHAPES = r"torch.float32 \(1,\) on cpu, but torch.float32 \(3,\) on cpu in new_buffers"
 OF_ANOTHER_SHAPE = rf"buffers\['n'\] is {SHAPES}"
 
@@ -120,9 +114,6 @@ def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(
         step(state, [None], donate=True)
     with pytest.raises(error, match=message):
         ps.value_and_grad(loss_fn)(params, buffers, None)
-
-
-# ---- bad calls
 
 
 A_BATCH = r"is a tuple; .*`train_step\(state, \[batch\], \.\.\.\)`"
@@ -198,9 +189,6 @@ def test_a_first_state_without_parameters_or_of_another_generator_is_refused():
             ps.init_train_state({"w": torch.ones(1)}, {}, SGD, RULE, rng=rng)
 
 
-# ---- memory that is shared
-
-
 @pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_old_tensors_that_a_loss_returns_are_apart_in_the_result_donated_or_not(way):
     def loss_fn(params, buffers, x):
@@ -270,9 +258,6 @@ def test_donation_of_what_shares_memory_gives_the_same_bits(name, whole):
     assert_donation_keeps_bits(call)
 
 
-# ---- properties over random runs
-
-
 @examples(15)
 @given(
     st.lists(st.sampled_from([0.5, -2.0, math.inf, math.nan]), min_size=1, max_size=12),
@@ -294,9 +279,6 @@ def test_a_run_is_the_clean_steps_and_the_rules_trace(gradients, interval, donat
             clean, _ = step(clean, [torch.tensor([g, 1.0])])
         assert info.found_inf.item() is not math.isfinite(g)
         assert same_bits(state, clean._replace(scaler=scaler))
-
-
-# ---- rules and optimizers that are none
 
 
 @pytest.mark.parametrize(

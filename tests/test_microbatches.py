@@ -60,9 +60,6 @@ def numbers(*values):
     return [torch.tensor(float(v)) for v in values]
 
 
-# ---- train_step is the small functions
-
-
 @pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
 @pytest.mark.parametrize(("sizes", "overflow"), [([4, 8, 2], None), ([4, 8, 2], 2), ([8], None)])
 @pytest.mark.parametrize(
@@ -240,6 +237,26 @@ def test_windows_under_vmap_equal_a_loop(on_nonfinite):
         windows[index][0] = (torch.full((3,), value), windows[index][0][1])
     states = [scaled_by(state, 2.0**i) for i in range(5)]
     assert_vmap_equals_loop(step, stack(states), stack(windows), rtol=1e-6, atol=1e-6)
+
+
+@examples(60)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(st.lists(st.floats(width=32), min_size=2, max_size=5))
+@example([3e38, 3e38])
+@example([math.inf, -math.inf])
+def test_the_loss_of_a_window_is_the_mean_of_its_microbatches_whether_it_may_be_read_or_not(
+    dtype, numbers
+):
+    window = [torch.tensor(number, dtype=dtype) for number in numbers]
+    params, rule = {"w": torch.ones(5, dtype=dtype)}, ps.NoScale()
+    state, step = started(params, lambda p, number: number + 0 * p["w"].sum(), rule=rule)
+    read = step(state, window)[1].loss
+    with as_on_an_accelerator():
+        unread = step(state, window)[1].loss
+    expected = torch.stack(window).double().mean().to(dtype)
+    for loss in (read, unread):
+        assert loss.dtype is dtype
+        assert_close(loss, expected, equal_nan=True, rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -821,26 +838,3 @@ def test_a_window_that_drops_takes_every_scale(exponent):
     new, _ = step(state, [1.0, 3.0], on_nonfinite="drop_microbatch")
     if exponent > -130:  # below that a gradient of 2**-8 underflows
         assert new.params["w"].tolist() == [1 - 2.0**-7] * 4
-
-
-# ---- the loss of a window
-
-
-@examples(60)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@given(st.lists(st.floats(width=32), min_size=2, max_size=5))
-@example([3e38, 3e38])
-@example([math.inf, -math.inf])
-def test_the_loss_of_a_window_is_the_mean_of_its_microbatches_whether_it_may_be_read_or_not(
-    dtype, numbers
-):
-    window = [torch.tensor(number, dtype=dtype) for number in numbers]
-    params, rule = {"w": torch.ones(5, dtype=dtype)}, ps.NoScale()
-    state, step = started(params, lambda p, number: number + 0 * p["w"].sum(), rule=rule)
-    read = step(state, window)[1].loss
-    with as_on_an_accelerator():
-        unread = step(state, window)[1].loss
-    expected = torch.stack(window).double().mean().to(dtype)
-    for loss in (read, unread):
-        assert loss.dtype is dtype
-        assert_close(loss, expected, equal_nan=True, rtol=1e-7, atol=0)

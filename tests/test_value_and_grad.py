@@ -58,9 +58,6 @@ def net(policy=HALF, model=None):
     return cross_entropy_of(apply), params, buffers
 
 
-# ---- the same as torch's own ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [None, 2.0**10])
 def test_it_is_the_backward_of_torchs_own_loop(dtype, scale):
@@ -79,9 +76,6 @@ def test_it_is_the_backward_of_torchs_own_loop(dtype, scale):
     assert same_bits(loss, theirs.detach())
     assert same_bits(grads, {name: p.grad for name, p in model.named_parameters()})
     assert same_bits(new_buffers, dict(model.named_buffers()))
-
-
-# ---- the same as a step --------------------------------------------------------------------------
 
 
 def by_hand(loss_fn, optimizer, rule, max_norm=1.0):
@@ -122,9 +116,6 @@ def test_the_loop_by_hand_is_train_step_bit_for_bit(cls, way):
     assert 0 < skipped < 10
 
 
-# ---- the loss ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_loss_is_unscaled_in_no_dimension_and_at_least_float32(dtype, shape):
@@ -135,9 +126,6 @@ def test_the_loss_is_unscaled_in_no_dimension_and_at_least_float32(dtype, shape)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     assert same_bits(loss, torch.tensor(6.0, dtype=wide))
     assert same_bits(grads["w"], torch.full((2,), 3 * 2.0**10))
-
-
-# ---- leaves --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -166,9 +154,6 @@ def test_gradients_are_those_of_autograd_in_the_dtype_of_each_leaf_and_0_if_it_i
         return None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
     assert same_bits(grads, tree_map(gradient, leaves))
-
-
-# ---- nothing is kept, nothing is shared ----------------------------------------------------------
 
 
 def aliasing(params, buffers, x):
@@ -247,9 +232,6 @@ def test_the_backward_frees_what_was_saved_as_it_goes():
     assert alive == [[True, True], [True, False]]
 
 
-# ---- traced --------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_compiled_loop_is_the_loop_in_one_graph_over_overflow_and_growth():
     sgd = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9)
@@ -300,9 +282,6 @@ def test_what_a_custom_backward_adds_to_grad_is_part_of_the_gradient(twice, befo
     torch.testing.assert_close(grads, {"v": v.grad, "w": w.grad})
 
 
-# ---- where it is called --------------------------------------------------------------------------
-
-
 def test_an_autograd_function_of_the_older_form_and_checkpointing_are_taken():
     def loss_fn(params, buffers, x):
         out = checkpoint(lambda w: OldDouble.apply(w).square(), params["w"], use_reentrant=False)
@@ -345,9 +324,6 @@ def test_it_can_be_copied_and_pickled():
     for fn in (copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))):
         made = fn(ps.value_and_grad(linear))
         assert same_bits(made({"w": torch.ones(2)}, {}, torch.ones(2))[1], {"w": torch.ones(2)})
-
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 
 def call(params=None, buffers=None, scaler=None, loss_fn=linear):
@@ -452,9 +428,6 @@ def test_a_loss_that_no_parameter_has_a_part_in_is_refused_in_each_mode(mode, wh
     assert LIVE.weight.grad is None
 
 
-# ---- the forms of JAX ----------------------------------------------------------------------------
-
-
 def a_step(loss_fn, **settings):
     norm = {"running_mean": torch.zeros(2), "running_var": torch.ones(2)}
     buffers = {**norm, "num_batches_tracked": torch.tensor(0)}
@@ -501,9 +474,6 @@ def test_aux_in_the_place_of_the_buffers_is_refused_with_its_cure(aux, window):
     words = r"where the new buffers belong.*Fix: `return loss, new_buffers, aux`"
     with pytest.raises(ValueError, match=words):
         a_step(lambda p, b, x: (p["w"].sum(), aux), bn_update=window)
-
-
-# ---- writes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

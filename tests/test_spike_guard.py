@@ -96,8 +96,8 @@ def test_it_rejects_what_is_sigma_deviations_above_what_was_learnt(guard, run):
         if any(near):
             return  # rounding decides
         wide = functools.partial(torch.tensor, dtype=torch.float64)
-        given = wide(loss), () if norm is None else wide(norm)
-        state, bad = guard.update(state, *given)
+        values = wide(loss), () if norm is None else wide(norm)
+        state, bad = guard.update(state, *values)
         assert bad.item() is oracle.update(loss, norm)
         assert (state.loss.num_steps, state.grad_norm.num_steps) == tuple(map(len, oracle.seen))
         assert state.consecutive_rejections == oracle.row
@@ -384,9 +384,9 @@ def test_a_compiled_step_is_one_graph_and_decides_the_same():
     states, every = [state], windows(PLANTED)
     for window in every:
         states.append(step(states[-1], window)[0])
-    found = assert_single_graph(step, *zip(states[:-1], every, strict=True))
-    assert flags([info for _, info in found], "rejected") == [f == SPIKE for f in PLANTED]
-    for (new, _), expected in zip(found, states[1:], strict=True):
+    compiled = assert_single_graph(step, *zip(states[:-1], every, strict=True))
+    assert flags([info for _, info in compiled], "rejected") == [f == SPIKE for f in PLANTED]
+    for (new, _), expected in zip(compiled, states[1:], strict=True):
         torch.testing.assert_close(tuple(new), tuple(expected), rtol=1e-3, atol=1e-4)
 
 

@@ -223,20 +223,20 @@ def test_bias_corrections_of_betas_in_the_state_are_not_those_of_float32():
 
 def test_half_tensors_meet_no_setting_that_an_accelerator_would_round_to_half():
     class Meetings(TorchDispatchMode):
-        found = ()
+        ops = ()
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            given = [arg for arg in args if isinstance(arg, torch.Tensor)]
-            half = any(arg.ndim and arg.dtype is torch.bfloat16 for arg in given)
-            if half and any(arg.ndim == 0 and arg.is_floating_point() for arg in given):
-                self.found += (func,)
+            inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            half = any(arg.ndim and arg.dtype is torch.bfloat16 for arg in inputs)
+            if half and any(arg.ndim == 0 and arg.is_floating_point() for arg in inputs):
+                self.ops += (func,)
             return func(*args, **(kwargs or {}))
 
     params = {"w": torch.randn(33, dtype=torch.bfloat16)}
     optimizer = in_state("SGD", {"momentum": 0.9, "weight_decay": 0.1})
     with Meetings() as meetings:
         optimizer.step(params, params, optimizer.init(params))
-    assert not meetings.found
+    assert not meetings.ops
 
 
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
@@ -382,20 +382,20 @@ def test_settings_are_replaced_wherever_the_state_is(kind):
     opt_state = optimizer.init(params)
     whole = ps.init_train_state(params, {}, optimizer, rule)
     with Untouched((opt_state, whole)):
-        found = ps.replace_settings(opt_state, lr=0.25, betas=(0.5, 0.75))
+        replaced = ps.replace_settings(opt_state, lr=0.25, betas=(0.5, 0.75))
         in_whole = ps.replace_settings(whole, lr=0.25, betas=(0.5, 0.75))
-    inner, old = of_torch(found), of_torch(opt_state)
+    inner, old = of_torch(replaced), of_torch(opt_state)
     by_hand = old._replace(
         lr=torch.tensor(0.25), hyper={**old.hyper, "betas": (torch.tensor(0.5), torch.tensor(0.75))}
     )
     assert same_bits(inner, by_hand)
-    assert same_bits(in_whole, whole._replace(opt_state=found))
-    back = ps.replace_settings(found, lr=old.lr, betas=old.hyper["betas"])
+    assert same_bits(in_whole, whole._replace(opt_state=replaced))
+    back = ps.replace_settings(replaced, lr=old.lr, betas=old.hyper["betas"])
     assert same_bits(back, opt_state)
     assert same_bits(
         optimizer.step(params, params, back), optimizer.step(params, params, opt_state)
     )
-    assert type(found) is type(opt_state)
+    assert type(replaced) is type(opt_state)
 
 
 @examples(10)
@@ -443,9 +443,9 @@ def test_a_stacked_state_takes_a_value_a_member_or_one_for_all():
     rates = torch.tensor([0.1, 0.2, 0.3])
     assert same_bits(ps.replace_settings(states, lr=rates).lr, rates)
     for one in (0.5, torch.tensor(0.5)):
-        found = ps.replace_settings(states, lr=one).lr
-        assert same_bits(found, torch.full((3,), 0.5))
-        assert found.is_contiguous()
+        replaced = ps.replace_settings(states, lr=one).lr
+        assert same_bits(replaced, torch.full((3,), 0.5))
+        assert replaced.is_contiguous()
     for state, rate in ((states, rates[:2]), (RATE.init(body_and_head()), rates)):
         with pytest.raises(ValueError, match=r"lr is torch.float32 \([23],\), the state holds"):
             ps.replace_settings(state, lr=rate)

@@ -97,20 +97,20 @@ def test_nothing_stays_behind_and_no_argument_changes():
     apply, params, buffers = ps.make_functional(model)
     x = torch.randn(4, 1, 6, 6)
     before = apply(params, buffers, x)
-    hooks = [len(held) for held in _global_hooks()]
+    hooks = [len(of_kind) for of_kind in _global_hooks()]
     assert len(hooks) >= 5
     with Untouched((params, buffers, x)):
         ps.forward_report(apply, params, buffers, x)
         with pytest.raises(RuntimeError, match=r"shape|dimension|channels"):
             ps.forward_report(apply, params, buffers, x[:, :, 0])
-    assert [len(held) for held in _global_hooks()] == hooks
+    assert [len(of_kind) for of_kind in _global_hooks()] == hooks
     assert same_bits(apply(params, buffers, x), before)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def _global_hooks():
-    held = vars(torch.nn.modules.module)
-    return [of for name, of in held.items() if name.startswith("_global_") and isinstance(of, dict)]
+    named = vars(torch.nn.modules.module).items()
+    return [of for name, of in named if name.startswith("_global_") and isinstance(of, dict)]
 
 
 # ---- the first: faults put into a net, at every place of it
@@ -258,9 +258,9 @@ def test_the_first_is_the_module_whose_own_forward_makes_inf_or_nan_and_not_a_ma
 def test_an_overflow_to_minus_inf_is_told_from_a_mask():
     """By what becomes of it: softmax takes that of scores away, the next norm makes NaN of it."""
     _, first_of = masked_net("module", softmax=False)
-    found = {place: first_of(place, one(-inf)) for place in PLACES}
+    first = {place: first_of(place, one(-inf)) for place in PLACES}
     taken_away = {"layers.0.attention": (None, False), "layers.1.attention": (None, False)}
-    assert found == {place: (place, True) for place in PLACES} | taken_away
+    assert first == {place: (place, True) for place in PLACES} | taken_away
 
 
 @pytest.mark.parametrize(("masked", "softmax"), [("argument", True), ("keyword", False)])
@@ -288,8 +288,8 @@ def test_a_parameter_that_is_not_finite_makes_its_module_the_first():
     for name in ("layers.1.attention.v.weight", "layers.1.between.bias", "head.1.weight"):
         report = ps.forward_report(apply, params | {name: one(nan)(params[name])}, buffers, x)
         assert report.first == name.rpartition(".")[0]
-        held = {row.name for row in report.rows if row.held}
-        assert held == {report.first}
+        at_fault = {row.name for row in report.rows if row.held}
+        assert at_fault == {report.first}
         assert "the first has inf or NaN in its own parameters or buffers" in str(report)
     large = params | {"head.1.weight": params["head.1.weight"] + 1e6}  # inf in float16
     report = ps.forward_report(ps.with_policy(apply, HALF), large, buffers, x)
@@ -391,8 +391,8 @@ def test_all_floating_tensors_that_a_module_returns_count(out, facts):
         weight=nn.Parameter(torch.ones(3)),
     )
     rows = reported(model, torch.ones(3)).rows
-    found = [tuple(fact.item() for fact in row[2:5]) for row in rows if row.name == "part"]
-    assert found == ([] if facts is None else [facts])
+    facts_of_part = [tuple(fact.item() for fact in row[2:5]) for row in rows if row.name == "part"]
+    assert facts_of_part == ([] if facts is None else [facts])
 
 
 def test_a_module_that_is_called_twice_has_two_rows_and_shared_ones_have_their_first_name():

@@ -30,9 +30,9 @@ def test_a_setting_is_that_of_its_last_override_else_of_the_state_times_its_sche
 ):
     """Every home of two settings at once, by arithmetic in float64."""
     names = "lr", "weight_decay"
-    start, held = {}, data.draw(st.sets(st.sampled_from(names)))
+    start, stored = {}, data.draw(st.sets(st.sampled_from(names)))
     for name in names:
-        kinds = [False, True] if name == "lr" or name in held else [False]
+        kinds = [False, True] if name == "lr" or name in stored else [False]
         start[name] = data.draw(NUMBERS), data.draw(st.sampled_from(kinds))
     pattern, kind = st.sampled_from(["a", "b", "*", ("a", "b")]), st.tuples(NUMBERS, st.booleans())
     extra = st.fixed_dictionaries({}, optional={"lr": kind, "weight_decay": st.tuples(NUMBERS)})
@@ -43,7 +43,7 @@ def test_a_setting_is_that_of_its_last_override_else_of_the_state_times_its_sche
 
     optimizer = ps.from_torch(
         OPTIM.SGD,
-        in_state=tuple(held),
+        in_state=tuple(stored),
         overrides={p: {n: given_as(*v) for n, v in e.items()} for p, e in overrides.items()},
         **{name: given_as(*value) for name, value in start.items()},
     )
@@ -51,11 +51,11 @@ def test_a_setting_is_that_of_its_last_override_else_of_the_state_times_its_sche
     params = {n: torch.randn(5, generator=generator, dtype=torch.float64) for n in ("a", "b")}
     state, expected = optimizer.init(params), dict(params)
     for step in range(3):
-        numbers = {name: data.draw(NUMBERS) for name in held}
+        numbers = {name: data.draw(NUMBERS) for name in stored}
         state = ps.replace_settings(state, **numbers)
         for parameter in params:
             now = {n: v * 0.5**step if scheduled else v for n, (v, scheduled) in start.items()}
-            for name in held:
+            for name in stored:
                 now[name] = numbers[name] * (now[name] if start[name][1] else 1.0)
             for patterns, settings in overrides.items():
                 if patterns == "*" or parameter in patterns:
@@ -236,10 +236,10 @@ def cosine(applied):
     return 5e-3 * (1 + torch.cos(torch.pi * applied / 20))
 
 
-def loaded(optimizer, params, state, made=None, **named):
+def loaded(optimizer, params, state, flags=None, **named):
     """torch's AdamW with this state."""
     leaves = [param.clone().requires_grad_() for param in params.values()]
-    theirs = torch.optim.AdamW(leaves, lr=1.0, **(made or {}))
+    theirs = torch.optim.AdamW(leaves, lr=1.0, **(flags or {}))
     theirs.load_state_dict(optimizer.to_state_dict(state, **named))
     return theirs, leaves
 

@@ -179,15 +179,15 @@ def test_a_transform_names_state_too(kind, transform):
 
 
 @pytest.mark.parametrize(
-    ("made", "count"),
+    ("state", "count"),
     [
         (STATE["a tensor instead of one"][:2], 1),
         (STATE["a tensor that is written"][:2], 1),
         (CACHES["a table"], 0),
     ],
 )
-def test_nothing_is_read_on_an_accelerator(made, count):
-    make, keep = made
+def test_nothing_is_read_on_an_accelerator(state, count):
+    make, keep = state
     with as_on_an_accelerator():
         assert len(warned(Part(make(), keep))[0]) == count
 

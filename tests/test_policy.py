@@ -164,13 +164,13 @@ def under_autocast(model, dtype, *inputs, scale=1.0):
     with torch.autocast("cpu", dtype):
         expected = model(*inputs)
     ours = out, new, list(weights.values())
-    for result, held, leaves in (
+    for result, own_buffers, leaves in (
         ours,
         (expected, dict(model.named_buffers()), list(model.parameters())),
     ):
         outs = result if isinstance(result, tuple) else (result,)
         grads = torch.autograd.grad(outs[-1].float().sum() * scale, leaves)
-        yield [x.detach() for x in outs], held, list(grads)
+        yield [x.detach() for x in outs], own_buffers, list(grads)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's rms norm
@@ -208,12 +208,12 @@ def test_a_loss_computed_in_the_model_keeps_the_dtype_that_autocast_gave_it(dtyp
 
 
 def test_norms_that_are_written_out_are_taken_out_of_autocast():
-    made = ps.Policy(compute_dtype=torch.bfloat16, norm_dtype=torch.float32, autocast=True)
-    assert ps.policy("compute=autocast(bfloat16),output=float32,norms=float32") == made
+    written_out = ps.Policy(compute_dtype=torch.bfloat16, norm_dtype=torch.float32, autocast=True)
+    assert ps.policy("compute=autocast(bfloat16),output=float32,norms=float32") == written_out
     assert ps.policy("compute=autocast(bfloat16)").norm_dtype is None
     apply, params, buffers = ps.make_functional(nn.LayerNorm(33))
     x = torch.randn(5, 33).bfloat16()
-    out, _ = ps.with_policy(apply, made)(params, buffers, x)
+    out, _ = ps.with_policy(apply, written_out)(params, buffers, x)
     assert same_bits(out, F.layer_norm(x.float(), (33,)).bfloat16().float())
 
 
@@ -304,9 +304,9 @@ def test_a_policy_under_vmap_equals_a_loop(policy):
 
 def test_a_policy_compiles_in_one_graph():
     apply, params, buffers = ps.make_functional(small_net())
-    half, given = ps.with_policy(apply, HALF), (params, buffers, batch()[0])
+    half, args = ps.with_policy(apply, HALF), (params, buffers, batch()[0])
     compiled = in_one_graph(lambda *args: half(*args))
-    torch.testing.assert_close(compiled(*given), half(*given), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(compiled(*args), half(*args), rtol=2e-2, atol=2e-2)
 
 
 def test_half_norms_do_not_change_running_statistics_in_eval_mode():

@@ -37,9 +37,9 @@ OVERFLOWS = 2.0**24  # a scale under which the small net overflows float16
 
 def test_init_train_state_copies_what_it_was_given_off_the_graph():
     w, rng = torch.ones(2, requires_grad=True), torch.Generator().manual_seed(0).get_state()
-    given = {"w": w}, {"b": w.detach()}
-    state = ps.init_train_state(*given, SGD, RULE, rng=rng)
-    assert not shares_memory((given, rng), state)
+    trees = {"w": w}, {"b": w.detach()}
+    state = ps.init_train_state(*trees, SGD, RULE, rng=rng)
+    assert not shares_memory((trees, rng), state)
     assert not any(leaf.requires_grad for leaf in tensors(state))
 
 

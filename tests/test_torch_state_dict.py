@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import purescale as ps
 
 
-def assert_continues(found, expected, name):
+def assert_continues(got, expected, name):
     """To the bit by torch's kernels, to rounding by a formula."""
     if name not in FUSED:
-        return assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    assert same_bits(found, expected)
+        return assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    assert same_bits(got, expected)
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)

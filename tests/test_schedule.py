@@ -84,7 +84,7 @@ def rates_of(make, lr=0.3, steps=STEPS):
     return torch.tensor(rates, dtype=torch.float32)
 
 
-def made(name, lr=0.3, steps=STEPS):
+def table_of(name, lr=0.3, steps=STEPS):
     return ps.schedule_from_torch(MAKES[name], lr, steps)
 
 
@@ -93,7 +93,7 @@ def made(name, lr=0.3, steps=STEPS):
 
 @each
 def test_every_scheduler_of_torch_is_itself_to_the_bit(name, recwarn):
-    schedule = made(name)
+    schedule = table_of(name)
     assert not recwarn
     expected = rates_of(MAKES[name])
     rates = [schedule(torch.tensor(step)) for step in range(STEPS)]
@@ -109,7 +109,7 @@ def test_all_schedulers_of_torch_are_drawn():
 
 
 def test_beyond_the_end_the_rate_is_the_last():
-    schedule = made("ExponentialLR", steps=5)
+    schedule = table_of("ExponentialLR", steps=5)
     last = rates_of(MAKES["ExponentialLR"], steps=5)[-1]
     assert same_bits(schedule(torch.tensor([4, 5, 2**40])), last.expand(3))
 
@@ -327,7 +327,7 @@ def test_a_state_with_another_count_is_refused():
 
 
 def test_members_with_counts_of_their_own_have_rates_of_their_own():
-    assert_vmap_equals_loop(made("SequentialLR"), torch.tensor([0, 9, 1000]))
+    assert_vmap_equals_loop(table_of("SequentialLR"), torch.tensor([0, 9, 1000]))
 
 
 def test_compiled_code_tells_two_tables_of_one_length_apart():
@@ -337,14 +337,14 @@ def test_compiled_code_tells_two_tables_of_one_length_apart():
 
     torch.compiler.reset()
     for name in ("ExponentialLR", "StepLR", "ExponentialLR"):
-        schedule = made(name)
+        schedule = table_of(name)
         # as on every device but the host's: a tensor of its own, which the compiler takes as it is
         schedule._copies[torch.device("cpu")] = schedule.rates.clone()
         assert same_bits(rate(schedule, torch.tensor(9)), schedule(torch.tensor(9)))
 
 
 def test_a_step_reads_no_count():
-    optimizer = ps.from_torch(torch.optim.SGD, lr=made("SequentialLR"))
+    optimizer = ps.from_torch(torch.optim.SGD, lr=table_of("SequentialLR"))
     params = {"w": torch.linspace(-1, 1, 5)}
     state = optimizer.init(params)._replace(applied=torch.tensor(3))
     expected = optimizer.step(params, params, state)
@@ -356,7 +356,7 @@ def test_a_step_reads_no_count():
 
 @pytest.mark.parametrize("first", ["vmap", "grad", "fake", "inference"])
 def test_the_copy_on_a_device_is_an_ordinary_tensor_wherever_it_was_first_asked_for(first):
-    schedule, counts = made("StepLR"), torch.arange(3, device="meta")
+    schedule, counts = table_of("StepLR"), torch.arange(3, device="meta")
     if first == "vmap":
         torch.vmap(schedule)(counts)
     elif first == "grad":
@@ -378,7 +378,7 @@ def test_the_copy_on_a_device_is_an_ordinary_tensor_wherever_it_was_first_asked_
 
 
 def test_tables_of_equal_rates_are_equal_settings_also_as_ranks_compare_them():
-    one, same, other = made("StepLR"), made("StepLR"), made("StepLR", lr=0.3001)
+    one, same, other = table_of("StepLR"), table_of("StepLR"), table_of("StepLR", lr=0.3001)
     assert one == same != other
     assert hash(one) == hash(same)
     assert RateTable.of([1.0, 2.0], start=1) != RateTable.of([1.0, 2.0])
@@ -387,7 +387,7 @@ def test_tables_of_equal_rates_are_equal_settings_also_as_ranks_compare_them():
 
 
 def test_it_is_copied_and_pickled():
-    schedule = made("StepLR")
+    schedule = table_of("StepLR")
     for other in (copy.deepcopy(schedule), pickle.loads(pickle.dumps(schedule))):
         assert other == schedule
         assert same_bits(other(torch.arange(9)), schedule(torch.arange(9)))

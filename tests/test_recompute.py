@@ -93,9 +93,6 @@ def trained(model, policy=POLICIES[0], **settings):
     return state
 
 
-# ---- the bits of a model without it
-
-
 @pytest.mark.slow
 @examples(8)
 @given(
@@ -122,11 +119,11 @@ def test_steps_have_the_bits_of_a_model_that_does_not_checkpoint(norm, policy, d
 
 @pytest.mark.parametrize(("norm", "policy"), [("batch", POLICIES[4]), ("layer", POLICIES[1])])
 def test_a_step_whose_loss_overflows_has_the_same_bits(norm, policy):
-    rule, found = ps.DynamicScale(2.0**40, max_scale=2.0**40), []
+    rule, results = ps.DynamicScale(2.0**40, max_scale=2.0**40), []
     for checkpoints in (False, True):
         state, step = training(net(checkpoints, norm=norm), policy, SGD, rule, max_retries=40)
-        found.append(step(state, batches()))
-    assert same_bits(*found)
+        results.append(step(state, batches()))
+    assert same_bits(*results)
 
 
 @pytest.mark.parametrize("norm", ["batch", "spectral"])
@@ -172,9 +169,6 @@ def test_a_window_is_a_part_of_memory_of_what_it_is_without():
     assert saved[1] < saved[0] / 2
 
 
-# ---- who keeps what
-
-
 @pytest.mark.parametrize("donate", [False, True])
 def test_no_old_parameter_lives_on_after_a_step(donate):
     state, step = training(net(norm="batch"), POLICIES[1], SGD)
@@ -195,9 +189,6 @@ def test_a_loop_by_hand_lets_the_old_parameters_go_with_their_graph(backward):
     old = [weakref.ref(tensor) for tensor in weights.values()]
     del weights, out
     assert not any(ref() is not None for ref in old)
-
-
-# ---- what a region reads
 
 
 class Helper:
@@ -276,9 +267,6 @@ def test_regions_of_threads_read_their_own_weights():
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(work, expected))
-
-
-# ---- what torch refuses
 
 
 def squared(module, args, *kwargs_and_output):

@@ -163,7 +163,7 @@ def aliasing(params, buffers, x):
     return loss, new_buffers, [buffers["x"], x, loss, params["w"][1:], new_buffers["x"]]
 
 
-def given():
+def arguments():
     buffers = {"old": torch.ones(3), "x": torch.ones(3), "again": torch.ones(3)}
     return (
         {"w": torch.arange(3.0), "none": None},
@@ -173,10 +173,10 @@ def given():
 
 
 def of_one_another_in_aux(params, buffers, x):
-    loss, made = params["w"].sum(), x * 2
-    new_buffers = {"old": made, "x": x * 3, "again": x * 4, "loss": loss * 2}
+    loss, twice = params["w"].sum(), x * 2
+    new_buffers = {"old": twice, "x": x * 3, "again": x * 4, "loss": loss * 2}
     again = new_buffers["again"]
-    return loss, new_buffers, [made[1:], loss, again, {"again": again, "none": None}, "name", 3]
+    return loss, new_buffers, [twice[1:], loss, again, {"again": again, "none": None}, "name", 3]
 
 
 @pytest.mark.parametrize(
@@ -188,12 +188,12 @@ def of_one_another_in_aux(params, buffers, x):
     ],
 )
 def test_no_result_shares_memory_with_an_argument_or_another_result(loss_fn, way):
-    result = assert_pure(way(ps.value_and_grad(loss_fn)), *given(), SCALER)
-    assert same_bits(result[0], loss_fn(*given()))
-    found = tensors(result)
-    assert not any(tensor.requires_grad for tensor in found)
-    for index, tensor in enumerate(found):
-        assert not shares_memory([tensor], found[:index])
+    result = assert_pure(way(ps.value_and_grad(loss_fn)), *arguments(), SCALER)
+    assert same_bits(result[0], loss_fn(*arguments()))
+    leaves = tensors(result)
+    assert not any(tensor.requires_grad for tensor in leaves)
+    for index, tensor in enumerate(leaves):
+        assert not shares_memory([tensor], leaves[:index])
 
 
 def test_gradients_that_a_custom_backward_keeps_are_copied():
@@ -238,9 +238,9 @@ def test_a_compiled_loop_is_the_loop_in_one_graph_over_overflow_and_growth():
     state, composed = job(sgd, RULE, "float32")
     step = by_hand(composed.keywords["loss_fn"], sgd, RULE)
     calls = [(scaled_by(state, 2.0**scale), batch(scale)) for scale in (4, 127, 5)]
-    for found, call in zip(assert_single_graph(step, *calls), calls, strict=True):
+    for compiled, call in zip(assert_single_graph(step, *calls), calls, strict=True):
         torch.testing.assert_close(
-            tensors(found), tensors(step(*call)), rtol=1e-4, atol=1e-5, equal_nan=True
+            tensors(compiled), tensors(step(*call)), rtol=1e-4, atol=1e-5, equal_nan=True
         )
 
 
@@ -321,9 +321,9 @@ def test_in_the_callers_autocast_the_loss_is_computed_under_it_and_the_backward_
 
 
 def test_it_can_be_copied_and_pickled():
-    for fn in (copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))):
-        made = fn(ps.value_and_grad(linear))
-        assert same_bits(made({"w": torch.ones(2)}, {}, torch.ones(2))[1], {"w": torch.ones(2)})
+    for copied in (copy.deepcopy, lambda fn: pickle.loads(pickle.dumps(fn))):
+        fn = copied(ps.value_and_grad(linear))
+        assert same_bits(fn({"w": torch.ones(2)}, {}, torch.ones(2))[1], {"w": torch.ones(2)})
 
 
 def call(params=None, buffers=None, scaler=None, loss_fn=linear):
@@ -338,7 +338,7 @@ STACKED = stack([at(1.0), at(2.0)])
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("arguments", "error", "words"),
     [
         ({"loss_fn": torch.ones(())}, TypeError, r"takes a function, .*Fix: `\(loss, buffers\), g"),
         *(
@@ -353,9 +353,9 @@ STACKED = stack([at(1.0), at(2.0)])
         ({"buffers": {"b": ON_A_GRAPH}}, ValueError, r"buffers\['b'\] is a result of torch\.auto"),
     ],
 )
-def test_what_cannot_be_differentiated_is_refused_by_name(given, error, words):
+def test_what_cannot_be_differentiated_is_refused_by_name(arguments, error, words):
     with pytest.raises(error, match=words):
-        call(**{"scaler": SCALER, **given})
+        call(**{"scaler": SCALER, **arguments})
 
 
 LIVE = nn.Linear(3, 1)

@@ -755,12 +755,12 @@ def test_a_step_of_a_net_over_a_graph_keeps_its_sparse_adjacency(settings):
         lambda m, x: (m.calls.add_(1), m.adjacency @ m.linear(x))[1], calls=torch.zeros(()), **parts
     )
     apply, params, buffers = ps.make_functional(model)
-    x, held = torch.ones(4, 3), buffers["adjacency"]
+    x, adjacency = torch.ones(4, 3), buffers["adjacency"]
     windows = [[x, x], [x * torch.inf] * 2, [x, x]]
     state, _ = stepped(params, buffers, mean_square_of(apply), *windows, **settings)
-    assert state.buffers["adjacency"] is held
+    assert state.buffers["adjacency"] is adjacency
     assert state.buffers["calls"] == 4
-    assert torch.equal(held.to_dense(), torch.eye(4))
+    assert torch.equal(adjacency.to_dense(), torch.eye(4))
 
 
 def test_a_forward_that_writes_into_a_sparse_buffer_is_an_error_that_names_it():

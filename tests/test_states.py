@@ -41,12 +41,12 @@ def tree_of(seed, dtypes=FLOATS + OTHERS):
     """Each dtype in each size, and what is no tensor."""
     g = generator_of(seed)
 
-    def made(dtype, size):
+    def leaf_of(dtype, size):
         x = torch.randn(size, generator=g)
         return (x * 50).to(torch.int32).to(dtype) if dtype in OTHERS else x.to(dtype)
 
     rest = {"none": None, "nothing": (), "kind": "sgd", "inner": ps.StaticScale(8.0).init()}
-    return {**{str(dtype): [made(dtype, size) for size in SIZES] for dtype in dtypes}, **rest}
+    return {**{str(dtype): [leaf_of(dtype, size) for size in SIZES] for dtype in dtypes}, **rest}
 
 
 def states():
@@ -421,7 +421,7 @@ def test_derivatives_go_through_copies_stacks_and_averages():
     assert same_bits(tangent, 2 * x)
     slope = torch.func.grad(lambda x: ps.member(ps.stack_states([x, 3 * x]), 1).sum())(x)
     assert slope.tolist() == [3, 3]
-    slopes = torch.func.grad(lambda *given: ps.ema(*given).sum(), argnums=(0, 1, 2))(
+    slopes = torch.func.grad(lambda *arguments: ps.ema(*arguments).sum(), argnums=(0, 1, 2))(
         torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor(0.75)
     )
     assert_close(slopes, (torch.tensor([0.75]), torch.tensor([0.25]), torch.tensor(-2.0)))

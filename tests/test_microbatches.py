@@ -284,10 +284,10 @@ def test_a_step_flattens_each_of_its_trees_once(donate, monkeypatch):
     flatten, counts = optree.tree_flatten, dict.fromkeys(trees, 0)
 
     def counting(tree, **kwargs):
-        found, structure = flatten(tree, **kwargs)
+        flat, structure = flatten(tree, **kwargs)
         for name, mine in leaves.items():
-            counts[name] += any(id(leaf) in mine for leaf in found)
-        return found, structure
+            counts[name] += any(id(leaf) in mine for leaf in flat)
+        return flat, structure
 
     monkeypatch.setattr(optree, "tree_flatten", counting)
     step(state, microbatches)
@@ -304,18 +304,18 @@ def test_a_step_flattens_each_of_its_trees_once(donate, monkeypatch):
 def test_from_its_second_microbatch_on_a_window_holds_parameters_and_mean_and_no_gradients(
     dtype, on_nonfinite
 ):
-    number, held = 10_007, []
+    number, in_memory = 10_007, []
 
     def loss(params, x):
         gc.collect()
         every = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.numel() >= number]
-        held.append(sum({t.untyped_storage().data_ptr(): t.nbytes for t in every}.values()))
+        in_memory.append(sum({t.untyped_storage().data_ptr(): t.nbytes for t in every}.values()))
         return (params["w"].abs().float() * x).sum()
 
     state, step = started({"w": torch.ones(number, dtype=dtype)}, loss, on_nonfinite=on_nonfinite)
     step(state, [torch.tensor(1e-3)] * 3)
     mean = number * max(dtype.itemsize, 4)
-    assert held[1:] == [held[0] + mean] * 2
+    assert in_memory[1:] == [in_memory[0] + mean] * 2
 
 
 def test_a_sparse_gradient_may_come_after_a_dense_one():
@@ -528,16 +528,16 @@ def test_random_numbers_are_drawn_in_the_order_of_torchs_loop():
 @pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
 def test_memory_holds_one_microbatch_at_a_time(on_nonfinite):
     step, state, _ = dropout_net()
-    alive, held = [], []
+    alive, others_alive = [], []
 
     def make():
-        held.append(sum(each() is not None for each in alive))
+        others_alive.append(sum(each() is not None for each in alive))
         batch = drawn()
         alive.append(weakref.ref(batch["x"]))
         return batch
 
     step(state, [make] * 5, donate=True, on_nonfinite=on_nonfinite)
-    assert held == [0] * 5
+    assert others_alive == [0] * 5
     assert alive[-1]() is None
 
 

@@ -516,12 +516,6 @@ def test_a_second_run_of_a_jitted_step_traces_nothing():
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def test_a_jitted_step_that_donates_is_refused():
-    step, state, query = task()
-    with pytest.raises(ValueError, match="donates"):
-        ps.vjp_through(ps.jit(step, donate=0), state, batches(3), query, wrt=torch.ones(N))
-
-
 def donating(cls, jit=False):
     optimizer = ps.from_torch(cls, lr=0.01)
     step = task(net(width=5), optimizer, donate=not jit)[0]
@@ -592,6 +586,10 @@ BAD = {
     "no rule": ({"rule": ps.DynamicScale}, TypeError, "rule is the class DynamicScale"),
     "a length of 0": ({"every": 0}, ValueError, "every"),
     "a step without info": ({"step": lambda x, item: x}, TypeError, "expected a pair"),
+    "a jitted step that donates": (
+        {"step": ps.jit(lambda x, item: (x, ()), donate=0)},
+        *(ValueError, "donates"),
+    ),
     "another state": ({"step": lambda x, i: (x[0], ())}, ValueError, "the step returned"),
     "another tree": ({"cotangent": {"a": 1.0}}, ValueError, "cotangent is .*RunGradient"),
     "another shape": ({"cotangent": torch.ones(3)}, ValueError, "expected a tensor of shape"),

@@ -19,6 +19,7 @@ from helpers import (
     in_processes,
     same_bits,
     shares_memory,
+    tensors,
     trees,
 )
 from hypothesis import example, given
@@ -37,19 +38,15 @@ bounds = st.sampled_from([1e-3, 0.5, 1.0, 100.0, math.inf])
 moderate = st.floats(-1e4, 1e4, width=32).filter(lambda x: x == 0 or abs(x) > 1e-4)
 
 
-def leaves(tree):
-    return [t for t in pytree.tree_leaves(tree) if t is not None]
-
-
 @given(trees(moderate), bounds, st.sampled_from([1.0, 2.0, 3.0, math.inf]))
 def test_clipping_by_norm_agrees_with_torch_is_pure_and_donates(tree, max_norm, norm_type):
-    mirror = [torch.zeros_like(t).requires_grad_() for t in leaves(tree)]
-    for m, t in zip(mirror, leaves(tree), strict=True):
+    mirror = [torch.zeros_like(t).requires_grad_() for t in tensors(tree)]
+    for m, t in zip(mirror, tensors(tree), strict=True):
         m.grad = t.clone()
     expected = torch.nn.utils.clip_grad_norm_(mirror, max_norm, norm_type)
     clipped, norm = assert_pure(ps.clip_by_global_norm, tree, max_norm, norm_type)
     torch.testing.assert_close(norm, expected, rtol=2e-6, atol=0)
-    torch.testing.assert_close(leaves(clipped), [m.grad for m in mirror], rtol=2e-6, atol=1e-30)
+    torch.testing.assert_close(tensors(clipped), [m.grad for m in mirror], rtol=2e-6, atol=1e-30)
     donated = ps.clip_by_global_norm(tree, max_norm, norm_type, donate=True)
     assert same_bits(donated, (clipped, norm))
 
@@ -69,8 +66,8 @@ SCALES = st.sampled_from([1.0, 2.0**16, 2.0**-24, 0.0, math.inf, math.nan])
 @example([torch.full((9000,), 1e-25)], 1.0, True, True, torch.float32)  # whose squares vanish
 def test_what_a_cpu_reads_is_what_the_specification_computes(tree, scale, is_scaled, amax, dtype):
     scale = torch.tensor(scale)
-    tensors = [leaf.to(dtype) for leaf in leaves(tree)]
-    grads = as_gradients(tensors, Pending(scale if is_scaled else None))
+    pending = Pending(scale if is_scaled else None)
+    grads = as_gradients([leaf.to(dtype) for leaf in tensors(tree)], pending)
     for norm_type in (None, 2.0, 3.0):
         options = StatsOptions(norm_type, amax=amax)
         (read, _), exact = measure(grads, scale, options), measure_exactly(grads, scale, options)
@@ -85,7 +82,7 @@ def test_what_a_cpu_reads_is_what_the_specification_computes(tree, scale, is_sca
 @given(trees(finite32), norm_types)
 def test_the_norm_agrees_with_float64(tree, norm_type):
     _, norm = ps.clip_by_global_norm(tree, math.inf, norm_type)
-    every = torch.cat([t.double().flatten() for t in leaves(tree)])
+    every = torch.cat([t.double().flatten() for t in tensors(tree)])
     expected = norm_as_tensor([tree], norm_type) if every.any() else every.new_zeros(())
     torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=1e-44)
 
@@ -157,7 +154,7 @@ def test_what_is_empty_counts_nothing_in_the_norm(grads, norm):
 @given(trees(moderate), st.sampled_from([1e-3, 1.0, 100.0]))
 def test_clipping_by_value_agrees_with_torch_is_pure_and_donates(tree, bound):
     clipped = assert_pure(ps.clip_by_value, tree, bound)
-    assert same_bits(leaves(clipped), [t.clamp(-bound, bound) for t in leaves(tree)])
+    assert same_bits(tensors(clipped), [t.clamp(-bound, bound) for t in tensors(tree)])
     assert same_bits(ps.clip_by_value(tree, bound, donate=True), clipped)
 
 
@@ -277,7 +274,7 @@ def test_a_tensor_bound_that_is_none_leaves_no_gradient(clip, value):
     for dtype in (torch.float32, torch.float64):
         clipped = clip(grads, torch.tensor(value, dtype=dtype))
         clipped = clipped[0] if len(clipped) == 2 else clipped
-        assert all(leaf.isnan().all() for leaf in leaves(clipped))
+        assert all(leaf.isnan().all() for leaf in tensors(clipped))
 
 
 # ---- over ranks that hold other parts of a model -------------------------------------------------
@@ -295,7 +292,7 @@ def part(rank, size=1.0, dtype=torch.float32, count=5):
 
 def norm_as_tensor(parts, p):
     """In float64, in units of the largest."""
-    every = torch.cat([leaf.double().reshape(-1) for tree in parts for leaf in leaves(tree)])
+    every = torch.cat([leaf.double().reshape(-1) for tree in parts for leaf in tensors(tree)])
     unit = every.abs().max()
     return torch.linalg.vector_norm(every / unit, p) * unit
 
@@ -318,9 +315,9 @@ def _norms_of_parts(rank):
             assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
             torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
             factor = min(1.0, size / (expected.item() + 1e-6))
-            wanted = [(leaf.double() * factor).to(dtype) for leaf in leaves(parts[rank])]
+            wanted = [(leaf.double() * factor).to(dtype) for leaf in tensors(parts[rank])]
             low = 1e-2 if dtype is torch.bfloat16 else 2e-6
-            torch.testing.assert_close(leaves(clipped), wanted, rtol=low, atol=1e-44)
+            torch.testing.assert_close(tensors(clipped), wanted, rtol=low, atol=1e-44)
             given = clone(parts[rank])
             again = ps.clip_by_global_norm(given, size, p, donate=True, group=world)
             assert same_bits(again, (clipped, norm))
@@ -441,11 +438,12 @@ def test_stages_of_replicas_and_stages_of_shards_know_the_norm_of_all_stages():
 
 
 @given(norm=st.floats(0, 100), max_norm=st.floats(1e-3, 100))
-def test_the_factor_of_numbers_is_that_of_tensors_or_none_for_1(norm, max_norm):
-    expected = clip.clip_factor(torch.tensor(norm, dtype=torch.float64), max_norm).item()
-    factor = clip.clip_factor_of_number(norm, max_norm)
-    assert (1.0 if factor is None else factor) == expected
-    assert factor != 1.0
+def test_the_factor_is_rounded_once_of_numbers_and_of_tensors_and_none_for_a_number_of_1(
+    norm, max_norm
+):
+    expected = min(1.0, max_norm / (norm + 1e-6))
+    assert clip.clip_factor(torch.tensor(norm, dtype=torch.float64), max_norm).item() == expected
+    assert clip.clip_factor_of_number(norm, max_norm) == (expected if expected < 1 else None)
 
 
 ON_META = ps.DynamicScale().init("meta")

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from hypothesis import settings
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -133,6 +134,17 @@ def on_an_accelerator(forced: bool) -> Any:
     return tracing.as_on_an_accelerator() if forced else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Any:
+    """Within, torch has this default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 # ---- several processes ---------------------------------------------------------------------------
 
 
@@ -164,6 +176,23 @@ def _rank(rank: int, port: int, body: Any, count: int, patience: float) -> None:
     dist.barrier()
     # gloo's threads now and then abort a process that ends in the ordinary way.
     os._exit(0)
+
+
+def spread(tree: Any, mesh: Any, placements: dict[str, Any]) -> Any:
+    """A dict as DTensors, in memory of its own, without any communication; what has no placements
+    stays a plain tensor.
+    """
+    return {
+        name: distribute_tensor(leaf.clone(), mesh, placements[name], src_data_rank=None)
+        if name in placements
+        else leaf.clone()
+        for name, leaf in tree.items()
+    }
+
+
+def full(tree: Any) -> Any:
+    """A tree with the whole tensor of each DTensor."""
+    return pytree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
 
 
 def on_all_ranks(value: Any) -> list[Any]:

@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from helpers import AsOnAnAccelerator, at, by_parts, in_processes, on_all_ranks, same_bits
+from helpers import (
+    AsOnAnAccelerator,
+    at,
+    by_parts,
+    full,
+    in_processes,
+    on_all_ranks,
+    same_bits,
+    spread,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -51,27 +60,13 @@ def values(seed, size=1.0):
     return {name: torch.randn(shape, generator=generator) * size for name, shape in LINE.items()}
 
 
-def spread(tree, mesh, placements):
-    """A tree as DTensors, in memory of its own, without any communication."""
-    return {
-        name: distribute_tensor(leaf.clone(), mesh, placements[name], src_data_rank=None)
-        if name in placements
-        else leaf.clone()
-        for name, leaf in tree.items()
-    }
-
-
-def whole(tree):
-    return pytree.tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, tree)
-
-
 def here(tree):
     return pytree.tree_map(lambda t: t.to_local() if isinstance(t, DTensor) else t, tree)
 
 
 def close(a, b, tolerance=1e-6):
     """To `tolerance` of the largest number."""
-    for x, y in zip(pytree.tree_leaves(whole(a)), pytree.tree_leaves(whole(b)), strict=True):
+    for x, y in zip(pytree.tree_leaves(full(a)), pytree.tree_leaves(full(b)), strict=True):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 

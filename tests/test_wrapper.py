@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from helpers import clone, in_processes, on_an_accelerator, same_bits, started
+from helpers import clone, full, in_processes, on_an_accelerator, same_bits, spread, started
 from helpers import tensors as leaves_of
 from test_user_class_step import Lion
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 import purescale as ps
 from purescale._wrappers import wrapper
@@ -192,22 +192,23 @@ def test_the_battery_for_optimizers_passes(around):
     assert_optimizer(AROUND[around](INNERMOST["torch"]))
 
 
-def _shards_are_stepped_as_the_whole(rank):
+def _shards_are_rounded_and_stepped_as_the_whole(rank):
     """By settings of the optimizer, and by those in its state."""
     mesh = init_device_mesh("cpu", (2,))
-    placements = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate(), "row": Shard(0)}
+    placements = {
+        **{"rows": [Shard(0)], "columns": [Shard(1)]},
+        **{"copied": [Replicate()], "row": [Shard(0)]},
+    }
     shapes = {"rows": (5, 3), "columns": (3, 7), "copied": (4,), "row": (7,)}
 
     def drawn(seed, dtype):
         generator = torch.Generator().manual_seed(seed)
         return {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
 
-    def spread(tree):
-        return {n: distribute_tensor(x, mesh, [placements[n]]) for n, x in tree.items()}
-
-    def full(tree):
-        return pytree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
-
+    numbers = drawn(0, torch.float32)
+    for dtype in DTYPES["half"]:
+        rounded = functools.partial(ps.stochastic_round, dtype=dtype, seed=3, step=2)
+        assert same_bits(full(rounded(spread(numbers, mesh, placements))), rounded(numbers))
     # gloo gathers no int16, the lower half of a master
     views = {"masters": ps.master_weights, "rounding": lambda params, state: params}
     views |= {"narrow": lambda *both: both, "free": ps.averaged, "nothing": lambda *both: both}
@@ -216,12 +217,13 @@ def _shards_are_stepped_as_the_whole(rank):
         optimizer = AROUND.get(around, lambda inner: inner)(adamw)
         for dtype in DTYPES["half"]:
             params = drawn(0, torch.float32 if around in ("narrow", "nothing") else dtype)
-            one, many = (params, optimizer.init(params)), spread(params)
+            one, many = (params, optimizer.init(params)), spread(params, mesh, placements)
             many = many, optimizer.init(many)
             for seed, (skip, donate) in enumerate([(False, False), (True, True), (False, True)]):
                 grads = drawn(seed, torch.float32)
                 one = ps.maybe_step(optimizer, one[0], grads, one[1], skip)
-                many = ps.maybe_step(optimizer, many[0], spread(grads), many[1], skip, donate)
+                shards = spread(grads, mesh, placements)
+                many = ps.maybe_step(optimizer, many[0], shards, many[1], skip, donate)
                 shards, whole = full(seen(*many)), seen(*one)
                 if around == "free":
                     torch.testing.assert_close(shards, whole)
@@ -231,8 +233,8 @@ def _shards_are_stepped_as_the_whole(rank):
 
 
 @pytest.mark.slow
-def test_shards_are_stepped_as_the_whole():
-    in_processes(_shards_are_stepped_as_the_whole)
+def test_shards_are_rounded_and_stepped_as_the_whole():
+    in_processes(_shards_are_rounded_and_stepped_as_the_whole)
 
 
 class Subclass(torch.Tensor):

@@ -6,21 +6,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import clone, same_bits
-from test_stochastic_rounding import HALF, SOME, grads_of, made, numbers, params_of
+from test_stochastic_rounding import HALF, SOME, grads_of, like, made, numbers, params_of, wide_of
 from torch.utils._pytree import tree_map
 
 import purescale as ps
 from purescale._torch import tracing
 from purescale._wrappers import wrapper
 from purescale.testing import assert_pure
-
-
-def wide_of(params):
-    return {n: p.float() if p.dtype in HALF else p for n, p in params.items()}
-
-
-def like(grads, wide):
-    return {n: g.to(wide[n].dtype) for n, g in grads.items()}
 
 
 def channels_last(leaf):

@@ -4,12 +4,9 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import CLASSES, clone, examples, in_processes, same_bits, stack, unstack
+from helpers import CLASSES, clone, examples, same_bits, stack, unstack
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import purescale as ps
 from purescale.testing import assert_pure
@@ -194,10 +191,18 @@ def grads_of(params, seed):
     return grads
 
 
+def wide_of(params):
+    return {n: p.float() if p.dtype in HALF else p for n, p in params.items()}
+
+
+def like(grads, wide):
+    return {n: g.to(wide[n].dtype) for n, g in grads.items()}
+
+
 def by_hand(optimizer, params, grads, inner, count):
     """The step in float32 and then the rounding, of public functions."""
-    wide = {n: p.float() if p.dtype in HALF else p for n, p in params.items()}
-    new, inner = optimizer.step(wide, {n: g.to(wide[n].dtype) for n, g in grads.items()}, inner)
+    wide = wide_of(params)
+    new, inner = optimizer.step(wide, like(grads, wide), inner)
     rounded = {dtype: ps.stochastic_round(new, dtype, seed=11, step=count) for dtype in HALF}
     return {n: rounded[p.dtype][n] if p.dtype in HALF else new[n] for n, p in params.items()}, inner
 
@@ -208,7 +213,7 @@ def test_a_step_is_that_in_float32_rounded(name, way):
     wrapped = ps.with_stochastic_rounding(optimizer, seed=11)
     params = params_of()
     state, expected = wrapped.init(params), params
-    inner = optimizer.init({n: p.float() if p.dtype in HALF else p for n, p in params.items()})
+    inner = optimizer.init(wide_of(params))
     assert same_bits(state.inner, inner)
     for index in range(3):
         grads = grads_of(params, 100 * index)
@@ -234,23 +239,3 @@ def test_a_transformation_is_stepped_in_float32():
     exact = {n: p.float() - 0.1 * grads[n].float() for n, p in params.items()}
     assert same_bits(found, ps.stochastic_round(exact, torch.bfloat16, seed=11))
     assert (state.inner, state.applied) == (1, 1)
-
-
-# ---- shards --------------------------------------------------------------------------------------
-
-
-def _shards_round_as_the_whole(rank):
-    mesh = init_device_mesh("cpu", (2,))
-    whole = {"rows": numbers((5, 3)), "columns": numbers((3, 7)), "copied": numbers((4,))}
-    on = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate()}
-    spread = {n: distribute_tensor(x, mesh, [on[n]], src_data_rank=None) for n, x in whole.items()}
-    for dtype in HALF:
-        found = ps.stochastic_round(spread, dtype, seed=3, step=2)
-        full = {n: x.full_tensor() for n, x in found.items()}
-        assert same_bits(full, ps.stochastic_round(whole, dtype, seed=3, step=2))
-    assert dist.get_rank() == rank
-
-
-@pytest.mark.slow
-def test_shards_round_as_the_whole():
-    in_processes(_shards_round_as_the_whole)

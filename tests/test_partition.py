@@ -11,17 +11,18 @@ from helpers import (
     assert_close,
     clone,
     examples,
+    full,
     in_processes,
     on_an_accelerator,
     same_bits,
+    spread,
     started,
     tensors,
 )
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_map
+from torch.distributed.tensor import Replicate, Shard
 
 import purescale as ps
 from purescale._distributed.collectives import describe_setting
@@ -257,28 +258,23 @@ def chosen_one(chosen):
     return lambda name, param: "matrices" if name == chosen else "others"
 
 
-@pytest.mark.slow
-def test_another_label_is_never_served_by_an_old_graph():
-    slow, fast = (ps.from_torch(torch.optim.SGD, lr=lr) for lr in (1.0, 2.0))
-    step = torch.compile(
-        lambda optimizer, p, g, s: optimizer.step(p, g, s), fullgraph=True, backend="eager"
-    )
-    params, ones = dict.fromkeys("xy", torch.zeros(1)), dict.fromkeys("xy", ONE)
-    for chosen in "xyx":
-        optimizer = made(slow, fast, chosen_one(chosen))
-        found = step(optimizer, params, ones, optimizer.init(params))[0]
-        assert {n: p.item() for n, p in found.items()} == {n: -2.0 + (n == chosen) for n in "xy"}
+def step_of(optimizer, params, grads, opt_state):
+    return optimizer.step(params, grads, opt_state)
 
 
-def test_labels_that_were_remembered_are_those_of_this_partition_and_of_these_names():
+IN_ONE_GRAPH = torch.compile(step_of, fullgraph=True, backend="eager")
+
+
+@pytest.mark.parametrize("step", [step_of, pytest.param(IN_ONE_GRAPH, marks=pytest.mark.slow)])
+def test_labels_that_were_remembered_are_those_of_this_partition_and_of_these_names(step):
     params, ones = {n: torch.full((1,), 8.0 * ord(n)) for n in "xy"}, dict.fromkeys("xy", ONE)
     slow, fast = (ps.from_torch(torch.optim.SGD, lr=lr) for lr in (1.0, 2.0))
     for chosen in "xyx":
         optimizer = made(slow, fast, chosen_one(chosen))
         for names in ("xy", "yx", "xy"):
             trees = [{name: tree[name] for name in names} for tree in (params, ones)]
-            found = optimizer.step(*trees, optimizer.init(trees[0]))[0]
-            assert found == {name: params[name] - 2 + (name == chosen) for name in names}
+            moved = step(optimizer, *trees, optimizer.init(trees[0]))[0]
+            assert moved == {name: params[name] - 2 + (name == chosen) for name in names}
 
 
 def test_a_derivative_goes_through_every_part_or_is_refused():
@@ -545,16 +541,7 @@ def _each_part_takes_its_own_shards(rank):
         "muon": randn((4, 4), 2),
         "plain": randn((3,), 3),
     }
-    on = {"rows": Shard(0), "columns": Shard(1), "muon": Replicate()}
-
-    def spread(tree):
-        return {
-            n: distribute_tensor(x, mesh, [on[n]], src_data_rank=None) if n in on else x
-            for n, x in tree.items()
-        }
-
-    def full(tree):
-        return tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
+    on = {"rows": [Shard(0)], "columns": [Shard(1)], "muon": [Replicate()]}
 
     def label(name, param):
         assert param.shape == whole[name].shape  # never that of a shard
@@ -569,14 +556,13 @@ def _each_part_takes_its_own_shards(rank):
     ):
         scaler, weights = ps.DynamicScale(init_scale=4.0).init(), lambda params, _: params
         weights = weights if begun is whole else ps.master_weights
-        params = spread(begun)
+        params = spread(begun, mesh, on)
         one, many = (begun, optimizer.init(begun)), (params, optimizer.init(params))
         for index, donate in enumerate((False, True, True)):
             grads = {n: g / (index != 1) for n, g in grads_of(whole, index).items()}
             one = ps.unscale_and_step(optimizer, scaler, one[0], grads, one[1])
-            many = ps.unscale_and_step(
-                optimizer, scaler, many[0], spread(grads), many[1], donate=donate
-            )
+            arguments = many[0], spread(grads, mesh, on), many[1]
+            many = ps.unscale_and_step(optimizer, scaler, *arguments, donate=donate)
             assert many.found_inf == (index == 1)
             # a vector ends elsewhere in a shard
             found = full(weights(*many[:2]))
@@ -589,11 +575,11 @@ def _each_part_takes_its_own_shards(rank):
             state, step = started(params, loss, optimizer, ps.NoScale())
             return step(state, [torch.tensor(2.0)])[0].params
 
-        assert_close(full(step(spread(begun))), step(begun), rtol=1e-2, atol=1e-6)
-    given = spread(whole)
+        assert_close(full(step(spread(begun, mesh, on))), step(begun), rtol=1e-2, atol=1e-6)
+    shards = spread(whole, mesh, on)
     wrong = made(label=lambda name, param: "matrices" if param.ndim == 2 else "others")
     with pytest.raises(ValueError, match=r"'rows'.*Shard.*Muon.* needs the whole"):
-        ps.maybe_step(wrong, given, given, wrong.init(given), GO)
+        ps.maybe_step(wrong, shards, shards, wrong.init(shards), GO)
     assert dist.get_rank() == rank
 
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import clone, examples, same_bits, slots_of
+from helpers import clone, default_dtype, examples, same_bits, slots_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,8 +88,7 @@ def by_torch(name, settings, params, tree, steps):
     """
     weights = {key: p.clone() for key, p in params.items()}
     flags = {} if name == "Muon" else {"foreach": False}
-    torch.set_default_dtype(torch.float64)  # in which torch makes its counts
-    try:
+    with default_dtype(torch.float64):  # in which torch makes its counts
         optimizer = getattr(OPTIM, name)(weights.values(), **settings, **flags)
         for _ in range(steps):
             for p, g in zip(weights.values(), tree().values(), strict=True):
@@ -99,8 +98,6 @@ def by_torch(name, settings, params, tree, steps):
                 for value in slot.values():
                     if isinstance(value, torch.Tensor) and value.ndim == 0:
                         value.copy_(value.float())
-    finally:
-        torch.set_default_dtype(torch.float32)
     return weights
 
 

@@ -17,6 +17,7 @@ from helpers import (
     assert_close,
     batch,
     clone,
+    default_dtype,
     examples,
     job,
     scaled_by,
@@ -281,11 +282,8 @@ def test_the_settings_of_torch_are_those_of_the_call():
         assert [t.dtype for t in function(x)] == [torch.float32, torch.float32]
         with torch.autocast("cpu", torch.bfloat16):
             assert function(x)[0].dtype == torch.bfloat16
-        torch.set_default_dtype(torch.float64)
-        try:
+        with default_dtype(torch.float64):
             assert function(x)[1].dtype == torch.float64
-        finally:
-            torch.set_default_dtype(torch.float32)
         with torch.inference_mode():
             assert torch.equal(function(x)[0], x)
 

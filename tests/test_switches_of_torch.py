@@ -2,7 +2,6 @@
 default dtype, the default device, autocast. Inside of autocast only the loss is computed under it.
 """
 
-import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ from helpers import (
     batch,
     clone,
     cross_entropy_of,
+    default_dtype,
     in_float32,
     job,
     same_bits,
@@ -30,16 +30,6 @@ OPTIM = torch.optim
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 RULE = ps.DynamicScale(init_scale=2.0**10)
 SGD = ps.from_torch(OPTIM.SGD, lr=0.1)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def autocast(dtype=BF16):

@@ -96,16 +96,6 @@ def test_slots_in_another_order_of_keys_are_those_of_their_parameters(name):
     assert returned[0] == returned[1]
 
 
-class Subclass(torch.Tensor):
-    pass
-
-
-def test_the_count_beside_a_parameter_of_a_subclass_is_of_none():
-    optimizer, params = made("AdamW"), {"a": torch.ones(2).as_subclass(Subclass)}
-    _, state = optimizer.step(params, {"a": torch.ones(2)}, optimizer.init(params))
-    assert type(state.applied) is torch.Tensor
-
-
 # ---- counts --------------------------------------------------------------------------------------
 
 

@@ -241,10 +241,12 @@ class Subclass(torch.Tensor):
     """A tensor of a user's."""
 
 
-@pytest.mark.parametrize("around", ["masters", "rounding"])
-def test_a_parameter_of_a_subclass_makes_none_of_the_others(around):
-    optimizer = AROUND[around](SGD)
+@pytest.mark.parametrize("around", ["nothing", "masters", "rounding"])
+@pytest.mark.parametrize("inner", [SGD, ps.from_torch(torch.optim.AdamW, lr=0.1)], ids=repr)
+def test_a_parameter_of_a_subclass_makes_none_of_the_others(inner, around):
+    optimizer = inner if around == "nothing" else AROUND[around](inner)
     params = {"a": torch.ones(2).bfloat16().as_subclass(Subclass), "b": torch.ones(3)}
     old = params, optimizer.init(params)
     new = ps.maybe_step(optimizer, params, params, old[1], torch.tensor(False))
     assert list(map(type, leaves_of(new))) == list(map(type, leaves_of(old)))
+    assert all(type(leaf) is torch.Tensor for leaf in leaves_of(new) if leaf.ndim == 0)  # counts

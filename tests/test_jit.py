@@ -442,11 +442,12 @@ def test_a_donated_position_without_an_argument_is_refused_before_anything_is_wr
         ({"name": "text"}, r"args\[0\]\['name'\] is str 'text'; jit takes trees of tensors"),
         (torch.ones(2, requires_grad=True), r"args\[0\] requires a gradient.*torch.func.grad"),
         (torch.eye(2).to_sparse(), r"args\[0\] is Tensor .*torch.sparse_coo; jit takes plain"),
+        (torch.ones(2), r"the result\['o'\] is object"),
     ],
 )
-def test_an_argument_that_is_no_plain_tensor_is_refused_by_its_path(argument, message):
+def test_an_argument_or_a_result_that_is_no_plain_tensor_is_refused_by_its_path(argument, message):
     with pytest.raises(TypeError, match=message):
-        in_order(lambda tree: tensors(tree))(argument)
+        in_order(lambda tree: {"o": object()})(argument)
 
 
 def test_a_function_without_arguments_may_hold_the_step_of_many_tensors():
@@ -455,11 +456,6 @@ def test_a_function_without_arguments_may_hold_the_step_of_many_tensors():
         return ADAMW.step(params, params, ADAMW.init(params))
 
     assert_close(ps.jit(train, backend="aot_eager")(), train())
-
-
-def test_a_result_that_is_no_tree_is_refused_by_its_path():
-    with pytest.raises(TypeError, match=r"the result\['o'\] is object"):
-        in_order(lambda x: {"o": object()})(torch.ones(2))
 
 
 @pytest.mark.parametrize(

@@ -251,9 +251,6 @@ def test_tensors_on_two_devices_are_refused_by_path():
         ps.select(BAD, {"a": torch.ones(2)}, {"a": grads["a"]})
 
 
-# ---- two columns at one look
-
-
 def test_the_sparse_gradient_of_one_row_of_width_1_is_not_lost():
     """`to_dense` loses it, because its only value has stride 0 (torch 2.13)."""
     sgd, params = ps.from_torch(torch.optim.SGD, lr=1.0), {"w": torch.zeros(5, 1)}

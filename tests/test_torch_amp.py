@@ -203,17 +203,21 @@ def assert_is_torchs_own(make, splits):
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "schedule_by"),
+    ("splits", "name", "schedule", "schedule_by"),
     [
-        *((name, "chained", "iteration") for name in CLASSES),
-        ("AdamW", None, "applied"),
-        *(("AdamW", schedule, "applied") for schedule in MAKES),
+        *(((7, 7, 7), name, "chained", "iteration") for name in CLASSES),
+        ((7, 7, 7), "AdamW", None, "applied"),
+        *(((7, 7, 7), "AdamW", schedule, "applied") for schedule in MAKES),
+        # at any step and more than once, also from a rate of 0
+        ((0, 9, 9), "SGD", "warm-up", "applied"),
+        *((splits, "SGD", "sequential", "applied") for splits in ((6, 3, 0, 3, 6), (20, 1))),
     ],
 )
-def test_steps_of_torch_steps_here_and_steps_of_torch_are_torchs_own(name, schedule, schedule_by):
-    make = functools.partial(job, name, schedule, schedule_by)
-    live, _ = assert_is_torchs_own(make, (7, 7, 7))
-    assert live.model.norm.num_batches_tracked == 18
+def test_steps_of_torch_steps_here_and_steps_of_torch_are_torchs_own(
+    splits, name, schedule, schedule_by
+):
+    live, _ = assert_is_torchs_own(functools.partial(job, name, schedule, schedule_by), splits)
+    assert live.model.norm.num_batches_tracked == sum(splits) - 3  # that overflow
 
 
 def one_cycle(optimizer):
@@ -238,12 +242,6 @@ def test_a_momentum_that_cycles_is_followed_and_given_back(name, make):
         for each in (live, expected)
     )
     assert ours == theirs
-
-
-@pytest.mark.parametrize("splits", [(0, 9, 9), (6, 3, 0, 3, 6), (20, 1)], ids=str)
-def test_a_job_may_be_taken_over_at_any_step_and_more_than_once(splits):
-    schedule = "sequential" if splits[0] else "warm-up"  # from a rate of 0
-    assert_is_torchs_own(functools.partial(job, "SGD", schedule), splits)
 
 
 # ---- the rates ahead

@@ -293,21 +293,12 @@ def test_a_rate_that_requires_a_gradient_says_that_torch_func_is_the_way(given, 
         sgd.step(params, params, sgd.init(params))
 
 
-def after_two_steps(name, rate, grad):
-    optimizer = ps.from_torch(getattr(OPTIM, name), lr=rate, differentiable=True)
-    params, state = {"w": torch.ones(3)}, optimizer.init({"w": torch.ones(3)})
-    for _ in range(2):
-        params, state = ps.maybe_step(optimizer, params, {"w": grad}, state, False)
-    return params["w"].sum()
-
-
 def assert_backward_is_that_of_func(of, x, **near):
     leaf = x.clone().requires_grad_()
     of(leaf).backward()
     torch.testing.assert_close(leaf.grad, torch.func.grad(of)(x), **near)
 
 
-ROW = torch.tensor([1.0, 2.0, 3.0])
 INNER = {
     "SGD": {"lr": 0.1, "momentum": 0.9},
     "Adam": {"lr": 0.1, "eps": 1e-3},
@@ -375,7 +366,8 @@ def test_a_train_step_over_a_loss_of_train_steps_has_second_derivatives():
 # Rprop's rate is what its step sizes start from, and torch's ASGD reads what it makes of it.
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in ("Rprop", "ASGD")])
 def test_backward_goes_to_the_rate_of_an_optimizer_that_was_told_to_be_differentiable(name):
-    of = functools.partial(after_two_steps, name, grad=ROW)
+    two_steps = functools.partial(stepped, name, steps=2, differentiable=True)
+    of = functools.partial(two_steps, weight=torch.ones(3), grad=torch.tensor([1.0, 2.0, 3.0]))
     assert_backward_is_that_of_func(of, torch.tensor(0.1), rtol=1e-4, atol=1e-5)
 
 

@@ -326,7 +326,6 @@ def test_ranks_are_told_of_another_label_and_of_another_part():
 
 AROUND = {
     "masters": ps.with_master_weights,
-    "moments": lambda optimizer: ps.with_state_dtype(optimizer, {"exp_avg": torch.bfloat16}),
     "masters and moments": lambda optimizer: ps.with_state_dtype(
         ps.with_master_weights(optimizer), {"exp_avg": torch.bfloat16}
     ),
@@ -334,12 +333,10 @@ AROUND = {
 
 
 @pytest.mark.parametrize("forced", [False, True])
-@pytest.mark.parametrize("around", ["masters", "masters and moments"])
-def test_a_wrapper_around_has_the_bits_of_wrappers_within(around, forced):
+@pytest.mark.parametrize("wrap", AROUND.values(), ids=AROUND)
+def test_a_wrapper_around_has_the_bits_of_wrappers_within(wrap, forced):
     """Rounding has other dice there: they are of the number of a leaf."""
-    wrap = AROUND[around]
-    plain = AROUND["masters"] if around == "masters and moments" else wrap
-    outer, inner = wrap(made(MOMENTUM, ADAMW)), made(plain(MOMENTUM), wrap(ADAMW))
+    outer, inner = wrap(made(MOMENTUM, ADAMW)), made(ps.with_master_weights(MOMENTUM), wrap(ADAMW))
     params = params_of(torch.bfloat16)
     one, two = (params, outer.init(params)), (params, inner.init(params))
     for seed, flag in enumerate([GO, SKIP, GO]):
@@ -360,10 +357,10 @@ def test_a_wrapper_around_has_the_bits_of_wrappers_within(around, forced):
                     )
 
 
-def test_narrow_moments_go_around_parts_without_wrappers_only():
-    narrow = AROUND["moments"]
-    state = narrow(made(MOMENTUM, ADAMW)).init(params_of())
-    assert state["others"].slots["exp_avg"]["norm"].dtype is torch.bfloat16
+def test_narrow_moments_go_around_parts():
+    narrow = ps.with_state_dtype(made(MOMENTUM, ADAMW), {"exp_avg": torch.bfloat16})
+    slots = narrow.init(params_of())["others"].slots
+    assert slots["exp_avg"]["norm"].dtype is torch.bfloat16
 
 
 WITHIN = made(ps.with_master_weights(MOMENTUM), ps.with_stochastic_rounding(ADAMW))

@@ -190,7 +190,7 @@ def spread(tree: Any, mesh: Any, placements: dict[str, Any]) -> Any:
     }
 
 
-def full(tree: Any) -> Any:
+def whole(tree: Any) -> Any:
     """A tree with the whole tensor of each DTensor."""
     return pytree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
 

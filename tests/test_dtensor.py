@@ -15,11 +15,11 @@ from helpers import (
     AsOnAnAccelerator,
     at,
     by_parts,
-    full,
     in_processes,
     on_all_ranks,
     same_bits,
     spread,
+    whole,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,7 +66,7 @@ def here(tree):
 
 def close(a, b, tolerance=1e-6):
     """To `tolerance` of the largest number."""
-    for x, y in zip(pytree.tree_leaves(full(a)), pytree.tree_leaves(full(b)), strict=True):
+    for x, y in zip(pytree.tree_leaves(whole(a)), pytree.tree_leaves(whole(b)), strict=True):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 

@@ -29,6 +29,7 @@ from helpers import (
 from hypothesis import given
 
 import purescale as ps
+from purescale._grads.clip import clip_factor
 from purescale._torch import foreach
 from purescale._torch.tracing import as_on_an_accelerator
 from purescale._torch_optim import param_group_optimizer
@@ -688,6 +689,7 @@ def test_a_gradient_that_somebody_else_can_see_is_not_written_into(
 
 
 RETURNED = ("itself", "detached", "a view", "a slice", "turned", "an array")
+OF_NUMPY = ("an array", "a hook, an array", "a hook, the memory")  # for other devices
 
 
 # ---- what there is of the gradients --------------------------------------------------------------
@@ -792,6 +794,13 @@ def test_what_a_step_returns_shares_no_memory_with_what_rules_and_losses_return_
     assert not shares_memory(new, state)
     assert not shares_memory(info.aux, info.loss)
     assert same_bits(info.aux[0], info.loss)
+
+
+def test_a_factor_is_rounded_once_whether_the_host_reads_it_or_not():
+    for size in range(1, 50):
+        norm = torch.tensor(size / 7, dtype=torch.float64)
+        expected = min(1.0, 0.7 / (size / 7 + 1e-6))
+        assert clip_factor(norm, 0.7).item() == expected
 
 
 class Tagged(torch.Tensor):

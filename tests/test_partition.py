@@ -11,13 +11,13 @@ from helpers import (
     assert_close,
     clone,
     examples,
-    full,
     in_processes,
     on_an_accelerator,
     same_bits,
     spread,
     started,
     tensors,
+    whole,
 )
 from hypothesis import given, reject
 from hypothesis import strategies as st
@@ -532,7 +532,7 @@ class Descent:
 
 def _each_part_takes_its_own_shards(rank):
     mesh = init_device_mesh("cpu", (2,))
-    whole = {
+    unsharded = {
         "rows": randn((5, 3), 0),
         "columns": randn((3, 7), 1),
         "muon": randn((4, 4), 2),
@@ -541,39 +541,39 @@ def _each_part_takes_its_own_shards(rank):
     on = {"rows": [Shard(0)], "columns": [Shard(1)], "muon": [Replicate()]}
 
     def label(name, param):
-        assert param.shape == whole[name].shape  # never that of a shard
+        assert param.shape == unsharded[name].shape  # never that of a shard
         return "matrices" if name == "muon" else "others"
 
-    plain, half = made(label=label), {n: x.bfloat16() for n, x in whole.items()}
+    plain, half = made(label=label), {n: x.bfloat16() for n, x in unsharded.items()}
     for optimizer, begun in (
-        (plain, whole),
+        (plain, unsharded),
         (ps.with_master_weights(plain), half),
         (made(MUON, ps.with_master_weights(ADAMW), label), half),
-        (made(MUON, Descent(), label), whole),
+        (made(MUON, Descent(), label), unsharded),
     ):
         scaler, weights = ps.DynamicScale(init_scale=4.0).init(), lambda params, _: params
-        weights = weights if begun is whole else ps.master_weights
+        weights = weights if begun is unsharded else ps.master_weights
         params = spread(begun, mesh, on)
         one, many = (begun, optimizer.init(begun)), (params, optimizer.init(params))
         for index, donate in enumerate((False, True, True)):
-            grads = {n: g / (index != 1) for n, g in grads_of(whole, index).items()}
+            grads = {n: g / (index != 1) for n, g in grads_of(unsharded, index).items()}
             one = ps.unscale_and_step(optimizer, scaler, one[0], grads, one[1])
             arguments = many[0], spread(grads, mesh, on), many[1]
             many = ps.unscale_and_step(optimizer, scaler, *arguments, donate=donate)
             assert many.found_inf == (index == 1)
             # a vector ends elsewhere in a shard
-            found = full(weights(*many[:2]))
+            found = whole(weights(*many[:2]))
             assert_close(found, weights(*one[:2]), rtol=1e-6, atol=1e-8)
 
         def step(params, optimizer=optimizer):
             def loss(params, x):
-                return sum([(p * x).square().sum().float() for p in full(params).values()])
+                return sum([(p * x).square().sum().float() for p in whole(params).values()])
 
             state, step = started(params, loss, optimizer, ps.NoScale())
             return step(state, [torch.tensor(2.0)])[0].params
 
-        assert_close(full(step(spread(begun, mesh, on))), step(begun), rtol=1e-2, atol=1e-6)
-    shards = spread(whole, mesh, on)
+        assert_close(whole(step(spread(begun, mesh, on))), step(begun), rtol=1e-2, atol=1e-6)
+    shards = spread(unsharded, mesh, on)
     wrong = made(label=lambda name, param: "matrices" if param.ndim == 2 else "others")
     with pytest.raises(ValueError, match=r"'rows'.*Shard.*Muon.* needs the whole"):
         ps.maybe_step(wrong, shards, shards, wrong.init(shards), GO)

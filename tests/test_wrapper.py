@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from helpers import clone, full, in_processes, on_an_accelerator, same_bits, spread, started
+from helpers import clone, in_processes, on_an_accelerator, same_bits, spread, started, whole
 from helpers import tensors as leaves_of
 from test_user_class_step import Lion
 from torch.distributed.device_mesh import init_device_mesh
@@ -208,7 +208,7 @@ def _shards_are_rounded_and_stepped_as_the_whole(rank):
     numbers = drawn(0, torch.float32)
     for dtype in DTYPES["half"]:
         rounded = functools.partial(ps.stochastic_round, dtype=dtype, seed=3, step=2)
-        assert same_bits(full(rounded(spread(numbers, mesh, placements))), rounded(numbers))
+        assert same_bits(whole(rounded(spread(numbers, mesh, placements))), rounded(numbers))
     # gloo gathers no int16, the lower half of a master
     views = {"masters": ps.master_weights, "rounding": lambda params, state: params}
     views |= {"narrow": lambda *both: both, "free": ps.averaged, "nothing": lambda *both: both}
@@ -224,11 +224,11 @@ def _shards_are_rounded_and_stepped_as_the_whole(rank):
                 one = ps.maybe_step(optimizer, one[0], grads, one[1], skip)
                 shards = spread(grads, mesh, placements)
                 many = ps.maybe_step(optimizer, many[0], shards, many[1], skip, donate)
-                shards, whole = full(seen(*many)), seen(*one)
+                shards, expected = whole(seen(*many)), seen(*one)
                 if around == "free":
-                    torch.testing.assert_close(shards, whole)
+                    torch.testing.assert_close(shards, expected)
                 else:
-                    assert same_bits(shards, whole), around
+                    assert same_bits(shards, expected), around
     assert dist.get_rank() == rank
 
 

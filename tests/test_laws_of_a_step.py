@@ -777,6 +777,17 @@ def test_parameters_that_require_a_gradient_are_stepped_off_the_graph(kind, dona
         assert same_bits(found, expected)
 
 
+@pytest.mark.parametrize("kind", OF_EVERY_KIND)
+def test_a_whole_step_is_made_by_optimizers_of_every_kind(kind):
+    optimizer = OF_EVERY_KIND[kind]()
+    params = {"w": torch.linspace(-1, 1, 33), "b": torch.ones(3)}
+    state, step = started(params, None, optimizer, ps.NoScale(), loss_fn=plain_loss)
+    new, _ = step(state, [torch.full((33,), 2.0)])
+    grads = {"w": 4 * params["w"], "b": torch.full((3,), 2.0)}
+    expected = ps.maybe_step(optimizer, params, grads, state.opt_state, False)
+    assert_close((new.params, new.opt_state), expected, rtol=1e-6, atol=1e-7)
+
+
 class Unmoved(ps.StaticScale):
     """A rule that returns the state that it was given."""
 

@@ -183,9 +183,8 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     optimizer = FUSED[name]
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer.kernel
-    groups = optimizer.config
-    [group] = groups.build_param_groups(("0", "1"), groups.evaluate_settings(state))
-    settings = group.settings
+    step_settings = optimizer.config.evaluate_settings(state)
+    settings = optimizer.config.settings_of((), step_settings)
     columns = [state.slots[key] for key in kernel.slot_conditions if key in state.slots]
     targets = [*params.values(), *(leaf for column in columns for leaf in column.values())]
     for lr, skip, divisor, factor in (

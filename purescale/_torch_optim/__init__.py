@@ -7,6 +7,7 @@ param_group_optimizer  the base of these optimizers: their state, state dicts; t
                  by a kernel or a formula
 settings         numbers and constants, for all parameters and by override (in_state: those that a
                  state holds; schedule: functions of a count)
+param_groups     the parameters that the same overrides match
 kernel_step      a step by launches of torch's kernels (kernels); of many tensors in a trace
                  kernel_in_trace
 formula_step     a step by formulas (formulas), where no kernel fits

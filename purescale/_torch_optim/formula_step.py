@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +10,13 @@ from torch import Tensor
 
 from .._optim.opt_state import OptState, with_step_counted
 from .._optim.step_inputs import StepInputs
-from .._torch import foreach
+from .._torch import foreach, private
 from .._torch.dtypes import send_once, to_device, wide_dtype, widest_float
 from .._torch_optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
 from .._torch_optim.in_state import map_numbers
-from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._torch_optim.param_groups import ParamGroup, build_param_groups
+from .._torch_optim.schedule import is_scheduled
+from .._torch_optim.settings import OptimizerConfig, StepSettings
 from .._torch_optim.slots import COUNT, SlotLists, SlotSpec, slot_lists_of, with_slot_lists
 from .._tree.gradients import Gradients
 
@@ -34,7 +36,7 @@ class FormulaStep:
         self._config, self._slot_spec = config, slot_spec
         self._formula = config.spec.formula
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
-        self._opaque = config.opaque_in_dynamo(self._step_groups)
+        self._opaque = _opaque_in_dynamo(config, self._step_groups)
         self._sizes: dict[tuple[Any, ...], Tensor] = {}  # of `send_once`
 
     def __call__(
@@ -172,6 +174,26 @@ class FormulaStep:
         slots = {key: value for key, value in slots.items() if key != COUNT}
         new, new_slots = self._formula.step(param, grad, slots, settings, t)
         return new, {**new_slots, COUNT: t}
+
+
+def _opaque_in_dynamo(config: OptimizerConfig, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `opaque(names, *operands)`, equal to `function(groups, *operands)` with the groups
+    of these names, which Dynamo does not trace. Dynamo guards on arguments only: the constant
+    settings are passed as text, so that others compile anew. Rates that are tensors or
+    schedules reach `function` as operands.
+    """
+
+    def call(key: str, names: list[str], *operands: Any) -> Any:
+        return function(build_param_groups(config, tuple(names)), *operands)
+
+    constant = [
+        {k: v for k, v in settings.items() if not (isinstance(v, Tensor) or is_scheduled(v))}
+        for settings in (config.all_settings, *config.overrides.values())
+    ]
+    kind = config.spec.name, id(config.spec.cls), id(config.spec.formula)
+    key = repr((kind, list(config.overrides), constant, config.in_state))
+    opaque = private.Opaque(call, lambda: private.nonstrict_trace)
+    return lambda names, *operands: opaque(key, names, *operands)
 
 
 def _fresh(new: list[Any], old: list[Any]) -> list[Any]:

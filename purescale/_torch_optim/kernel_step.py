@@ -17,7 +17,8 @@ from .._torch.dtypes import to_device
 from .._torch.foreach import same_memory_order
 from .._torch.tracing import host_can_read
 from .._torch_optim.kernels import Kernel, KernelCall
-from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._torch_optim.param_groups import ParamGroup
+from .._torch_optim.settings import OptimizerConfig, StepSettings
 from .._torch_optim.slots import COUNT, SlotLists, slot_lists_of
 from .._tree.gradients import Gradients
 

@@ -20,7 +20,8 @@ from .._torch_optim.in_state import with_stored
 from .._torch_optim.kernel_in_trace import KernelStepInTrace
 from .._torch_optim.kernel_step import KernelStep
 from .._torch_optim.kernels import kernel_for
-from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._torch_optim.param_groups import ParamGroup, build_param_groups, check_override_patterns
+from .._torch_optim.settings import OptimizerConfig, StepSettings
 from .._torch_optim.slots import COUNT, NO_SLOTS, SlotSpec, has_counts, slot_lists_of
 from .._torch_optim.torch_state_dict import read_state_dict, write_state_dict
 from .._tree import pytree
@@ -67,7 +68,7 @@ class ParamGroupOptimizer(FlatOptimizer):
     def _init_state(self, params: Tree) -> tuple[OptState, dict[str, LeafSlots]]:
         """Return a new state without slots, and its slots by parameter."""
         named = named_params(params)
-        self.config.check_override_patterns(tuple(named))
+        check_override_patterns(self.config, tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         iteration = applied.clone() if self.config.schedule_by == "iteration" else ()
@@ -95,8 +96,8 @@ class ParamGroupOptimizer(FlatOptimizer):
         self.config.check(opt_state)
         names = tuple(inputs.param_structure.names)
         if inputs.piece_positions is None:  # a piece need not have a parameter of each override
-            self.config.check_override_patterns(names)
-        return self.config.build_param_groups(names)
+            check_override_patterns(self.config, names)
+        return build_param_groups(self.config, names)
 
     def evaluate_settings(self, opt_state: OptState) -> StepSettings:
         """Return the settings of a step that may differ from those of the step before."""

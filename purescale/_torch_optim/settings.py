@@ -9,9 +9,6 @@ step settings  the numbers of one step: what is scheduled or stored, and a rate 
 
 from __future__ import annotations
 
-import fnmatch
-import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,7 +16,6 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, stored_settings
-from .._torch import private
 from .._torch.dtypes import to_device
 from .._torch.tracing import traced
 from .._torch_optim.in_state import (
@@ -36,7 +32,6 @@ from .._torch_optim.schedule import (
     first_rate,
     is_scheduled,
 )
-from .._tree import pytree
 from .._tree.leaves import describe
 from .._tree.scalars import as_float
 
@@ -82,15 +77,6 @@ class ConfiguredSettings(NamedTuple):
 # The numbers of one step that may differ from those of the step before: for all parameters, then
 # those of each override.
 StepSettings = list[dict[str, Any]]
-
-
-class ParamGroup(NamedTuple):
-    """A parameter group of torch."""
-
-    indices: list[int]  # of its parameters
-    names: list[str]
-    override_indices: tuple[int, ...]  # that match them, or a single one with the same settings
-    settings: dict[str, Any]  # complete; of a scheduled one the function
 
 
 class OptimizerConfig:
@@ -179,26 +165,6 @@ class OptimizerConfig:
             for each in self.configured
         ]
 
-    def build_param_groups(
-        self, names: tuple[str, ...], step_settings: StepSettings | None = None
-    ) -> list[ParamGroup]:
-        """Return torch's parameter groups, with `step_settings`, if there are any, in place of the
-        settings that were given.
-        """
-        step_settings = self.no_step_settings if step_settings is None else step_settings
-        members: dict[tuple[int, ...], list[int]] = {}
-        matches = _match_patterns(names, tuple(self.overrides))[0]
-        first_equal = {matching: self._first_equal(matching) for matching in set(matches)}
-        for index, matching in enumerate(matches):
-            members.setdefault(first_equal[matching], []).append(index)
-        groups = []
-        for override_indices in sorted(members):
-            indices = members[override_indices]
-            member_names = [names[index] for index in indices]
-            settings = self.settings_of(override_indices, step_settings)
-            groups.append(ParamGroup(indices, member_names, override_indices, settings))
-        return groups
-
     def settings_of(
         self, override_indices: tuple[int, ...], step_settings: StepSettings
     ) -> dict[str, Any]:
@@ -207,48 +173,6 @@ class OptimizerConfig:
         for index in override_indices:
             settings |= self.by_override[index].values | step_settings[1 + index]
         return settings
-
-    def check_override_patterns(self, names: tuple[str, ...]) -> None:
-        """Refuse a pattern that matches none of the names of all parameters."""
-        unmatched = _match_patterns(names, tuple(self.overrides))[1]
-        if unmatched is not None:
-            raise ValueError(
-                f"overrides: {unmatched!r} matches no parameter. The names are: "
-                f"{pytree.join_names(list(names), 20)}. Likely cause: a typing error, or a frozen "
-                "parameter, which is a buffer. Fix: one of these names, or a glob, '*.bias'."
-            )
-
-    def opaque_in_dynamo(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `opaque(names, *operands)`, equal to `function(groups, *operands)` with the groups
-        of these names, which Dynamo does not trace. Dynamo guards on arguments only: the constant
-        settings are passed as text, so that others compile anew. Rates that are tensors or
-        schedules reach `function` as operands.
-        """
-
-        def call(key: str, names: list[str], *operands: Any) -> Any:
-            return function(self.build_param_groups(tuple(names)), *operands)
-
-        constant = [
-            {k: v for k, v in settings.items() if not (isinstance(v, Tensor) or is_scheduled(v))}
-            for settings in (self.all_settings, *self.overrides.values())
-        ]
-        kind = self.spec.name, id(self.spec.cls), id(self.spec.formula)
-        key = repr((kind, list(self.overrides), constant, self.in_state))
-        opaque = private.Opaque(call, lambda: private.nonstrict_trace)
-        return lambda names, *operands: opaque(key, names, *operands)
-
-    def _first_equal(self, matching: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the index of the first pattern with the same settings, so that `{"*.bias":
-        no_decay, "norm.*": no_decay}` is one group; `matching` if there is none.
-        """
-        overrides = list(self.overrides.values())
-        merged = {name: value for index in matching for name, value in overrides[index].items()}
-        for index, extra in enumerate(overrides if matching else []):
-            if extra.keys() == merged.keys() and all(
-                _is_same_setting(extra[name], value) for name, value in merged.items()
-            ):
-                return (index,)
-        return matching
 
     def evaluate_settings(self, opt_state: OptState) -> StepSettings:
         """Return the settings of the next step that may differ from those of the last one."""
@@ -363,42 +287,6 @@ def _with_copied_tensors(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_count(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.dtype is torch.int64
-
-
-# ---- patterns ------------------------------------------------------------------------------------
-
-
-def _is_same_setting(a: Any, b: Any) -> bool:
-    """Return True if settings are equal. Tensors are not read, so they must be the same one."""
-    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
-
-
-@private.constant_while_compiling  # Dynamo need not trace it
-def _match_patterns(
-    names: tuple[str, ...], patterns: tuple[Pattern, ...]
-) -> tuple[tuple[tuple[int, ...], ...], str | None]:
-    """Return for each name the indices of the patterns that match it, and the first name or glob in
-    them that matches none.
-    """
-    return _match_cached(names, patterns)
-
-
-@functools.lru_cache(maxsize=64)
-def _match_cached(
-    names: tuple[str, ...], patterns: tuple[Pattern, ...]
-) -> tuple[tuple[tuple[int, ...], ...], str | None]:
-    matches: dict[str, list[int]] = {name: [] for name in names}
-    unmatched = None
-    for index, pattern in enumerate(patterns):
-        for text in (pattern,) if isinstance(pattern, str) else pattern:
-            matching = [text] if text in matches else []
-            if re.search(r"[*?[]", text):
-                matching = [name for name in names if fnmatch.fnmatchcase(name, text)]
-            if not matching and unmatched is None:
-                unmatched = text
-            for name in matching:
-                matches[name].append(index)
-    return tuple([tuple(dict.fromkeys(indices)) for indices in matches.values()]), unmatched
 
 
 # ---- settings in the state -----------------------------------------------------------------------

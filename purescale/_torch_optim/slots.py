@@ -14,7 +14,8 @@ from .._optim.opt_state import OptState
 from .._optim.param_structure import ParamStructure, foreign_parameters_error
 from .._torch.tracing import traced
 from .._torch_optim.formulas import LeafSlots
-from .._torch_optim.settings import OptimizerConfig, ParamGroup, StepSettings
+from .._torch_optim.param_groups import ParamGroup, build_param_groups
+from .._torch_optim.settings import OptimizerConfig, StepSettings
 from .._tree import pytree
 from .._tree.leaves import describe, same_metadata
 
@@ -115,7 +116,7 @@ class SlotSpec:
         """Return the groups with the settings from which slots are made."""
         rates = [{n: v for n, v in each.items() if n == "lr"} for each in step_settings]
         rates[0] |= self._config.nonzero_for_slots
-        return self._config.build_param_groups(tuple(params), rates)
+        return build_param_groups(self._config, tuple(params), rates)
 
     # ---- the check
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from .._optim.opt_state import OptState, stored_settings
 from .._torch_optim.formulas import LeafSlots
 from .._torch_optim.in_state import as_float32, map_numbers, read_numbers, with_stored
+from .._torch_optim.param_groups import ParamGroup, build_param_groups
 from .._torch_optim.settings import (
     IMPLEMENTATION_FLAGS,
     ConfiguredSettings,
     OptimizerConfig,
-    ParamGroup,
 )
 from .._torch_optim.slots import COUNT, param_names
 from .._tree import pytree
@@ -104,7 +104,7 @@ def _current_groups(
     ]
     step_settings = [defaults, *by_override]
     groups = []
-    for group in config.build_param_groups(tuple(names), step_settings):
+    for group in build_param_groups(config, tuple(names), step_settings):
         pairs = group.settings.items()
         complete = {n: v for n, v in pairs if v is not None or not n.startswith("initial_")}
         groups.append(group._replace(settings=complete))
@@ -338,7 +338,7 @@ def _read_stored(
     stored, device = stored_settings(fresh), fresh.applied.device
     pairs = [
         (group, saved_groups[index])
-        for group in config.build_param_groups(tuple(saved_params))
+        for group in build_param_groups(config, tuple(saved_params))
         for index in dict.fromkeys([saved_params[name].group for name in group.names])
     ]
     for name in config.in_state:

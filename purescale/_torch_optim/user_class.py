@@ -14,7 +14,8 @@ from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
 from .._torch_optim.in_state import read_numbers
 from .._torch_optim.param_group_optimizer import ParamGroupOptimizer
-from .._torch_optim.settings import ParamGroup, StepSettings
+from .._torch_optim.param_groups import ParamGroup
+from .._torch_optim.settings import StepSettings
 from .._torch_optim.torch_state_dict import as_tensors, with_python_scalars
 from .._tree import pytree
 from .._tree.aliasing import copy_aliased

@@ -146,7 +146,7 @@ def save(path: Path, tree: Tree) -> None:
     Raises:
         FileNotFoundError: The directory does not exist.
         ValueError: The path is not that of a file.
-        TypeError: `path` is no path, or a leaf is a `DTensor`, another subclass of tensors or a
+        TypeError: `path` is not a path, or a leaf is a `DTensor`, another subclass of tensors or a
             tensor without values, or `to_state_dict` refuses it.
         RuntimeError: Torch's own, inside of torch.vmap or torch.func.grad.
         OSError: The disk refuses it.

@@ -580,7 +580,7 @@ def test_a_step_that_is_not_a_function_of_its_arguments_is_refused():
 
 ENSEMBLE = ps.StepInfo(*[torch.zeros(2)] * 6, ())
 BAD = {
-    "an ensemble": ({"step": lambda x, item: (x, ENSEMBLE)}, ValueError, "found_inf is no 0-d"),
+    "an ensemble": ({"step": lambda x, item: (x, ENSEMBLE)}, ValueError, "found_inf is not a 0-d"),
     "an iterator": ({"items": iter([1.0])}, TypeError, "list_iterator"),
     "no items": ({"items": []}, ValueError, "items is empty"),
     "no rule": ({"rule": ps.DynamicScale}, TypeError, "rule is the class DynamicScale"),

@@ -19,7 +19,7 @@ from .._tree.pytree import FlatTree, Leaves, Tree
 
 
 class OptimizerTraits(Protocol):
-    """What decides which tensors an optimizer is given, as in `FlatOptimizer`."""
+    """The attributes that decide which tensors an optimizer is given, as in `FlatOptimizer`."""
 
     differentiable: bool
     elementwise: bool | None

@@ -244,7 +244,7 @@ class _Derivatives(NamedTuple):
 
 
 class _Arguments(NamedTuple):
-    """What a step takes."""
+    """The arguments of a step."""
 
     state: Tree
     item: Any
@@ -329,8 +329,8 @@ def _read(flags: list[Any]) -> list[bool]:
     tensors = [flag for flag in flags if isinstance(flag, Tensor)]
     if any([flag.ndim for flag in tensors]):
         raise ValueError(
-            "info.found_inf is no 0-d tensor; vjp_through follows one run. Fix: for an ensemble a "
-            "run for each member, `vjp_through(step, member(states, i), ...)`."
+            "info.found_inf is not a 0-d tensor; vjp_through follows one run. Fix: for an ensemble "
+            "a run for each member, `vjp_through(step, member(states, i), ...)`."
         )
     read = iter(torch.stack(tensors).tolist() if tensors else [])
     return [bool(next(read)) if isinstance(flag, Tensor) else bool(flag) for flag in flags]

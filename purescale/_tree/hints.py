@@ -125,7 +125,7 @@ def document_fields(cls: Class) -> Class:
 
 
 def progress_bar(desc: str, unit: str, total: int | None = None, *, disable: bool = False) -> Any:
-    """Return tqdm's bar, with a line a minute where the output is no terminal."""
+    """Return tqdm's bar, with a line a minute where the output is not a terminal."""
     try:
         from tqdm.auto import tqdm
     except ImportError as error:

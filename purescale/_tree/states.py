@@ -268,7 +268,7 @@ def fingerprint(state: Tree) -> Tensor:
 
     One flipped bit of any leaf changes it for certain, any other change nearly so. NaN and -0.0
     count by their bits. It is the same in eager mode, compiled and mapped, and on every device. So
-    a replay is compared by one number, without a copy of the state. It is no cryptographic hash.
+    a replay is compared by one number, without a copy of the state. It is not a cryptographic hash.
 
     Args:
         state: A tree of dense tensors of any dtype; `None` is left out.

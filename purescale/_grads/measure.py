@@ -43,8 +43,12 @@ class StatsOptions(NamedTuple):
     @property
     def only_overflow(self) -> bool:
         """True if nothing else is measured, and on this rank alone."""
-        one_part = self.group is None and self.norm_group is None
-        return self.norm_type is None and not self.amax and one_part
+        return self.norm_type is None and not self.amax and self.one_part
+
+    @property
+    def one_part(self) -> bool:
+        """True if this rank measures alone."""
+        return self.group is None and self.norm_group is None
 
 
 OVERFLOW_ONLY = StatsOptions()
@@ -75,7 +79,7 @@ def measure(
     """
     if options.all_readable or host_can_decide([scale], grads.tensors):
         if options.only_overflow and grads.owned and _operator_is_exact(grads, scale):
-            return _check_and_unscale(grads, scale)
+            return _stats_from_operator(grads, scale)
         stats = _stats_from_norm(grads, scale, options)
         if stats is not None:
             return stats, grads
@@ -172,11 +176,11 @@ def _operator_is_exact(grads: Gradients, scale: Tensor) -> bool:
     return is_float32 and is_power_of_two and 1 <= number <= 2.0**126
 
 
-def _check_and_unscale(grads: Gradients, scale: Tensor) -> tuple[GradStats, Gradients]:
-    """Return whether the gradients overflow, as stats, and the gradients unscaled in place."""
+def _stats_from_operator(grads: Gradients, scale: Tensor) -> tuple[GradStats, Gradients]:
+    """Return the stats, and the gradients unscaled in place."""
     flag = scale.new_zeros(())
     private.unscale_and_check_(grads.tensors, flag, scale.reciprocal())
-    torch.autograd.graph.increment_version(grads.tensors)  # the operator leaves them as they were
+    torch.autograd.graph.increment_version(grads.tensors)  # the operator does not count its write
     overflow = flag.bool()
     stats = GradStats(overflow, None, None, read_as_finite=not overflow)
     return stats, grads._replace(pending=NOTHING_PENDING)
@@ -186,9 +190,8 @@ def _stats_from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> 
     """Return the stats if the norm, which is read, shows them."""
     has_norm = options.norm_type is not None
     enough = options.norm_type == 2 if has_norm else not options.amax
-    one_part = options.group is None and options.norm_group is None
     num_elements = grads.tensor_list.num_elements
-    if not (enough and one_part and num_elements) or grads.are_sharded:
+    if not (enough and options.one_part and num_elements) or grads.are_sharded:
         return None
     norm, loss_scale = norm_on_host(grads.tensor_list), scale.item()
     divisor = 1.0 if grads.pending.divisor is None else loss_scale

@@ -106,7 +106,7 @@ def unscale_and_check(
     which checks the output.
     """
     flat = flatten_gradients(grads)
-    check_scale(scaler.scale, grads, flat.leaves, "grads", flat.tensor_list)
+    check_device_of_scale(scaler.scale, grads, flat.leaves, "grads", flat.tensor_list)
     gradients = Gradients.of(flat)
     if donate:
         gradients = gradients.owned_unless_shared(pytree.tensors(scaler))
@@ -228,7 +228,7 @@ def _where_to_look(loss: Any, lower: float | None = None) -> str:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def check_scale(
+def check_device_of_scale(
     scale: Tensor,
     tree: Tree,
     leaves: Sequence[Any],

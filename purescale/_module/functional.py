@@ -107,7 +107,8 @@ class Apply:
         own_buffers = _copies(buffers, self._constants, one_by_one=True)
         # Writes into these copies do not reach params. The compiler removes unused copies.
         tensors = {name: param.clone() for name, param in params.items()} | own_buffers
-        return self._forward(self._learned.recipes[call[2]], tensors, own_buffers, call)[1:]
+        _, _, train, _ = call
+        return self._forward(self._learned.recipes[train], tensors, own_buffers, call)[1:]
 
     @private.only_inlined
     def _eager(self, params: Tensors, buffers: Tensors, call: Call) -> tuple[Any, Tensors]:

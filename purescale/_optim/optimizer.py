@@ -63,7 +63,7 @@ class CachedPlan(NamedTuple):
 
     param_structure: ParamStructure
     plan: Any
-    leaves_metadata: ListMetadata  # of `dense_leaves`
+    leaves_metadata: ListMetadata  # of `params_and_state`
     all_writable: bool
     all_readable: bool
 
@@ -140,11 +140,11 @@ class FlatOptimizer:
         self,
         context: CallContext,
         trees: tuple[Tree, ...],
-        flatten: Callable[[], tuple[list[FlatTree], StepInputs]],
+        flatten_and_check: Callable[[], tuple[list[FlatTree], StepInputs]],
     ) -> tuple[list[FlatTree], StepInputs]:
         """Return trees flat (parameters, the state of the optimizer, and others), and the inputs of
-        a step over them, planned. If no step over trees like these is cached, `flatten` checks them
-        and returns both without a plan. `plan` refuses what does not fit.
+        a step over them, planned. If no plan for trees like these is cached, `flatten_and_check`
+        returns both without a plan. `plan` refuses what does not fit.
         """
         caches = self.caches_steps and context.reuses_plans  # Dynamo cannot make the cache
         if caches and (hit := self.cache.find(context, trees)) is not None:
@@ -161,7 +161,7 @@ class FlatOptimizer:
                 all_writable=cached.all_writable,
                 all_readable=cached.all_readable,
             )
-        flat_trees, inputs = flatten()
+        flat_trees, inputs = flatten_and_check()
         inputs = self.with_plan_and_settings(inputs)
         lists = [tree.tensor_list for tree in flat_trees]
         if not (context.reuses_plans and all([x.dense_without_history for x in lists])):
@@ -189,7 +189,7 @@ class FlatOptimizer:
         """
         context = current_context()
 
-        def flatten() -> tuple[list[FlatTree], StepInputs]:
+        def flatten_and_check() -> tuple[list[FlatTree], StepInputs]:
             flat_params, flat_opt_state = FlatTree.of(params), FlatTree.of(opt_state)
             check_parameters(flat_params)
             flat_grads = grads_like_params(flat_params, grads)
@@ -197,8 +197,8 @@ class FlatOptimizer:
             return [flat_params, flat_opt_state, flat_grads, *map(FlatTree.of, others)], inputs
 
         trees = params, opt_state, grads, *others
-        (_, _, flat_grads, *flat_others), inputs = self.find_or_plan(context, trees, flatten)
-        return inputs, inputs.make_gradients(flat_grads), flat_others
+        flat_trees, inputs = self.find_or_plan(context, trees, flatten_and_check)
+        return inputs, inputs.make_gradients(flat_trees[2]), flat_trees[3:]
 
     # ---- a step, run
 
@@ -242,7 +242,7 @@ class FlatOptimizer:
         nobody else holds the tensors of `inputs`: they may be overwritten.
         """
         with self.grad_mode(inputs.context):
-            new = self.compute_step(inputs, self.unscale_grads(inputs, grads, skip))
+            new = self.compute_step(inputs, self.finish_grads(inputs, grads, skip))
             if self.may_add_slots:
                 return new
             old = inputs.params, with_iteration_counted(inputs.opt_state, in_place=in_place)
@@ -252,7 +252,7 @@ class FlatOptimizer:
             flag = False if skip is None else skip
             return structure.unflatten(select_leaves(flag, before, after, in_place=in_place))
 
-    def unscale_grads(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> Gradients:
+    def finish_grads(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> Gradients:
         """Return the gradients for `compute_step`: zeros in a skipped step that is differentiated,
         because `where` sends a derivative of 0 into what it does not choose, and 0 * inf is NaN.
         """

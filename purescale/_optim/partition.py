@@ -131,7 +131,7 @@ class PartitionOptimizer(FlatOptimizer):
 
     def inputs_of(self, key: str, part: Part, inputs: StepInputs) -> StepInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
-        param_structure, dense = part.param_structure, inputs.dense_leaves
+        param_structure, dense = part.param_structure, inputs.params_and_state
         opt_state = inputs.opt_state[key]
         params = inputs.param_list.picked(part.param_indices)
         if dense is not None and part.state_slice is not None:
@@ -244,10 +244,10 @@ class Part(NamedTuple):
 
 
 def _state_of_each(inputs: StepInputs) -> dict[str, tuple[slice, Any]]:
-    """Return by key the place of its state among `dense_leaves`, and its structure; none if the
+    """Return by key the place of its state among `params_and_state`, and its structure; none if the
     leaves are not known to be dense.
     """
-    if inputs.dense_leaves is None:
+    if inputs.params_and_state is None:
         return {}
     structures = inputs.state_structure.children()
     num_leaves = [structure.num_leaves for structure in structures]

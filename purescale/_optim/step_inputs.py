@@ -35,8 +35,8 @@ class StepInputs(NamedTuple):
     param_list: TensorList
     opt_state: Tree
     # parameters, then all leaves of the state; None unless all are `dense_without_history`
-    dense_leaves: TensorList | None = None
-    state_structure: Any = None  # of the state, if `dense_leaves` is there
+    params_and_state: TensorList | None = None
+    state_structure: Any = None  # of the state, if `params_and_state` is there
     # parameters and state with DTensors, of which `params` and `opt_state` are the shards
     global_trees: tuple[Tree, Tree] | None = None
     piece_positions: Any = None  # of a piece of a larger step, for the wrapper that makes it
@@ -58,7 +58,7 @@ class StepInputs(NamedTuple):
         **others: Any,
     ) -> StepInputs:
         """Return the inputs of a step whose tensors are `dense_without_history`. `metadata` is that
-        of `dense_leaves`; `others` are other fields.
+        of `params_and_state`; `others` are other fields.
         """
         leaves = [*flat_params.leaves, *flat_opt_state.leaves]
         return cls(
@@ -66,7 +66,7 @@ class StepInputs(NamedTuple):
             param_structure,
             flat_params.tensor_list,
             flat_opt_state.tree,
-            dense_leaves=TensorList(leaves, metadata, dense_without_history=True),
+            params_and_state=TensorList(leaves, metadata, dense_without_history=True),
             state_structure=flat_opt_state.structure,
             **others,
         )
@@ -89,14 +89,14 @@ class StepInputs(NamedTuple):
 
     def with_state(self, opt_state: Tree) -> StepInputs:
         """Return the inputs with another state."""
-        return self._replace(opt_state=opt_state, dense_leaves=None)
+        return self._replace(opt_state=opt_state, params_and_state=None)
 
     def leaves_and_state_structure(self) -> tuple[Leaves, Any]:
         """Return the parameters and all leaves of the state in one list, and the structure of the
         state.
         """
-        if self.dense_leaves is not None:
-            return self.dense_leaves.tensors, self.state_structure
+        if self.params_and_state is not None:
+            return self.params_and_state.tensors, self.state_structure
         leaves, structure = pytree.flatten(self.opt_state)
         return [*self.params, *leaves], structure
 
@@ -104,7 +104,7 @@ class StepInputs(NamedTuple):
         """Return the checked gradients of these parameters, in the order of the leaves. Refuse,
         naming the leaf, one that is not over the mesh of its parameter.
         """
-        if self.dense_leaves is not None:
+        if self.params_and_state is not None:
             return Gradients.of(flat_grads)
         leaves = flat_grads.leaves
         params = self.param_structure.with_none(self.global_params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,20 +16,10 @@ from .._distributed.collectives import (
     meets_on_cpu,
 )
 from .._distributed.process_group import Group, as_group, mesh_sizes
-from .._step.flat_state import FlatState
-from .._step.train_state import TrainStepOptions
-from .._step.window_result import MicrobatchWeights
+from .._step.flat_state import Prepared
 from .._torch import dtensor
 from .._tree import pytree
 from .._tree.pytree import Tree
-
-
-class Prepared(NamedTuple):
-    """The arguments of a step, checked."""
-
-    flat_state: FlatState
-    options: TrainStepOptions
-    weights: MicrobatchWeights
 
 
 def prepare_on_all_ranks(
@@ -42,7 +32,7 @@ def prepare_on_all_ranks(
     group = as_group(group)
     several = dist.get_world_size(group) > 1
 
-    def prepare_and_check() -> Prepared:
+    def prepare_without_dtensors() -> Prepared:
         prepared = prepare(group if several else None)
         _refuse_dtensors({name: getattr(state, name) for name in ("params", "buffers", "scaler")})
         return prepared
@@ -50,7 +40,7 @@ def prepare_on_all_ranks(
     def describe(prepared: Prepared) -> list[str]:
         return _all_agreed_settings(prepared.options.agreed_settings, state)
 
-    return agree_on_all_ranks(group, prepare_and_check, describe, sync=meets_on_cpu(group))
+    return agree_on_all_ranks(group, prepare_without_dtensors, describe, sync=meets_on_cpu(group))
 
 
 def _all_agreed_settings(settings: dict[str, Any], state: Any) -> list[str]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .._grads.clip import refuse_complex
-from .._loss_scale.scaling import check_scale
+from .._loss_scale.scaling import check_device_of_scale
 from .._optim.step_inputs import StepInputs, make_step_inputs
 from .._step.train_state import TrainState, TrainStepOptions
+from .._step.window_result import MicrobatchWeights
 from .._torch.tracing import current_context
 from .._tree.matching import check_parameters
 from .._tree.pytree import FlatTree
@@ -25,18 +26,26 @@ class FlatState(NamedTuple):
     inputs: StepInputs
 
 
+class Prepared(NamedTuple):
+    """The arguments of a step, checked."""
+
+    flat_state: FlatState
+    options: TrainStepOptions
+    weights: MicrobatchWeights
+
+
 def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     """Return the flat state of a step. Refuse a state that does not fit the optimizer."""
     optimizer, context = options.optimizer, current_context()
     control = state.scaler, state.step, state.rng, state.guard
     trees = state.params, state.opt_state, state.buffers, control
 
-    def flatten() -> tuple[list[FlatTree], StepInputs]:
+    def flatten_and_check() -> tuple[list[FlatTree], StepInputs]:
         flat_trees = list(map(FlatTree.of, trees))
         _check(state, flat_trees[0])
         return flat_trees, make_step_inputs(optimizer, context, *flat_trees[:2])
 
-    flat_trees, inputs = optimizer.find_or_plan(context, trees, flatten)
+    flat_trees, inputs = optimizer.find_or_plan(context, trees, flatten_and_check)
     flat_params, _, flat_buffers, flat_control = flat_trees
     if options.clip.clip_value is not None and not flat_params.tensor_list.dense_without_history:
         refuse_complex(state.params, flat_params.leaves, "params")
@@ -49,4 +58,4 @@ def _check(state: TrainState, flat_params: FlatTree) -> None:
     """
     check_parameters(flat_params, "state.params")
     leaves, scale = flat_params.leaves, state.scaler.scale
-    check_scale(scale, state.params, leaves, "state.params", flat_params.tensor_list)
+    check_device_of_scale(scale, state.params, leaves, "state.params", flat_params.tensor_list)

@@ -82,14 +82,14 @@ class ForwardBackward:
         self.scale, self.loss_fn, self.flat_buffers = scale, loss_fn, flat_buffers
         self.flat_params, self.param_structure = flat_params, param_structure
         self.present_params = param_structure.pick_present(flat_params.leaves)
-        is_dense = flat_params.tensor_list.dense_without_history
-        self.sharded = not is_dense and dtensor.any_dtensor(self.present_params)
+        dense_without_history = flat_params.tensor_list.dense_without_history
+        self.sharded = not dense_without_history and dtensor.any_dtensor(self.present_params)
         self.create_graph = differentiable and not context.traced
         self.off_graph = not (context.traced or self.create_graph)
         self.context = context
         if not context.reuses_plans and self.off_graph:
             refuse_graph_end()
-        if not (context.traced or (is_dense and not scale.is_inference())):
+        if not (context.traced or (dense_without_history and not scale.is_inference())):
             *self.present_params, self.scale = _normal_tensors([*self.present_params, self.scale])
 
     def __call__(
@@ -103,10 +103,10 @@ class ForwardBackward:
         refuse_repeats: bool = True,
     ) -> MicrobatchResult:
         """Return the result of one microbatch. Off the graph it shares no storage of these
-        `pointers`; None if they are not known. If `on_grad(index, gradient)` is given, it takes
-        each gradient as the backward makes it, as in `stream_gradients`, and the result has none.
-        Unless they are to be `owned`, a custom backward or a hook may still hold the gradients, so
-        they must only be read.
+        `pointers`; None if they are not known. If `on_grad(index, grad_cell)` is given, it takes
+        each gradient out of its cell as the backward makes it, as in `stream_gradients`, and the
+        result has none. Unless they are to be `owned`, a custom backward or a hook may still hold
+        the gradients, so they must only be read.
         """
         if self.context.traced:
             return self._call_torch_func(buffers, microbatch)

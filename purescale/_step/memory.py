@@ -117,8 +117,8 @@ def _on_graph(optimizer: FlatOptimizer, inputs: StepInputs) -> bool:
 
 def _params_and_state(inputs: StepInputs) -> TensorList:
     """Return the tensors of this rank that a step replaces: parameters and state."""
-    if inputs.dense_leaves is not None:
-        return inputs.dense_leaves
+    if inputs.params_and_state is not None:
+        return inputs.params_and_state
     leaves = [*inputs.params, *pytree.flatten(inputs.opt_state)[0]]
     shards = [dtensor.local_shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
     return TensorList(shards)

@@ -149,7 +149,7 @@ def _accumulate_one(
         owned=forward_backward.off_graph,
         param_list=forward_backward.flat_params.tensor_list,
     )
-    loss, totals_row, _, fraction = _average_losses(
+    loss, totals_row, _, fraction = _losses_and_totals(
         options, weights, forward_backward.context, [out.loss], []
     )
     return WindowResult(
@@ -242,7 +242,7 @@ def _finish_window(
     """
     options = mean.options
     context = mean.forward_backward.context
-    averaged = _average_losses(options, mean.weights, context, losses, mean.overflows)
+    averaged = _losses_and_totals(options, mean.weights, context, losses, mean.overflows)
     loss, totals_row, rank_divisor, fraction = averaged
     if reduction is not None:  # the gradients are sent already
         grads = Gradients.of_dense([], mean.pending, owned=True)
@@ -250,11 +250,19 @@ def _finish_window(
         grads = mean.result()
         if options.group is not None:
             reduction = send_mean(mean, grads, buffers_to_reduce, rank_divisor)
-    dropped = options.drops_microbatches
-    return WindowResult(grads, loss, buffers, aux, reduction, totals_row, dropped, fraction)
+    return WindowResult(
+        grads,
+        loss,
+        buffers,
+        aux,
+        reduction=reduction,
+        totals_row=totals_row,
+        excludes_overflows=options.drops_microbatches,
+        pending_fraction=fraction,
+    )
 
 
-def _average_losses(
+def _losses_and_totals(
     options: TrainStepOptions,
     weights: MicrobatchWeights,
     context: CallContext,

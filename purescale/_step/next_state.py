@@ -135,15 +135,15 @@ def _next_buffers(before: FlatTree, new: Leaves, decision: Decision, *, in_place
     that it returned, or return them as aux too. Buffers that require a gradient are not returned on
     their graph.
     """
-    old, are_dense = before.leaves, before.tensor_list.dense_without_history
+    old, dense_without_history = before.leaves, before.tensor_list.dense_without_history
     if not old:
         return []
-    if not are_dense or any(map(_requires_grad, old)):
+    if not dense_without_history or any(map(_requires_grad, old)):
         old = [
             pytree.detach_unless_transformed(t) if getattr(t, "requires_grad", False) else t
             for t in old
         ]
-    if not (are_dense and decision.known_applied):
+    if not (dense_without_history and decision.known_applied):
         return select_leaves(decision.skip, old, new, in_place=in_place)
     if not in_place:
         return foreach.detach_and_clone(new)

@@ -14,9 +14,9 @@ from .._grads.clip import as_clip_settings
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale, Rule, check_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
-from .._step.agree import Prepared, prepare_on_all_ranks
+from .._step.agree import prepare_on_all_ranks
 from .._step.decide import call_guard, decide
-from .._step.flat_state import FlatState, prepare_state
+from .._step.flat_state import Prepared, prepare_state
 from .._step.forward_backward import LossFn
 from .._step.memory import decide_writes
 from .._step.microbatches import (
@@ -36,7 +36,7 @@ from .._step.train_state import (
     TrainStepOptions,
     check_options,
 )
-from .._step.window_result import MeasuredWindow, MicrobatchWeights, window_flags
+from .._step.window_result import MeasuredWindow, window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_trace_or_capture
 from .._tree.hints import hint_keywords
@@ -182,16 +182,12 @@ def train_step(
         prepared = check_and_prepare(None)
     else:
         prepared = prepare_on_all_ranks(group, check_and_prepare, state)
-    return _run_stages(*prepared, microbatches)
+    return _run_stages(prepared, microbatches)
 
 
-def _run_stages(
-    flat_state: FlatState,
-    options: TrainStepOptions,
-    weights: MicrobatchWeights,
-    microbatches: list[Any],
-) -> tuple[TrainState, StepInfo]:
+def _run_stages(prepared: Prepared, microbatches: list[Any]) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
+    flat_state, options, weights = prepared
     memory, may_write = decide_writes(options, flat_state, microbatches)
     stats_options = StatsOptions(
         options.clip.norm_type,

@@ -11,7 +11,7 @@ from .._distributed.process_group import Group
 from .._grads.clip import as_clip_settings, refuse_complex
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale
-from .._loss_scale.scaling import check_scale
+from .._loss_scale.scaling import check_device_of_scale
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.decide import decide
 from .._step.memory import MayWrite, decide_writes_by_hand
@@ -166,10 +166,11 @@ def unscale_and_step(
     flat_optimizer = as_flat_optimizer(optimizer)
     scale = scaler.scale
 
+    # With the scaler, so that `all_readable` speaks of the scale too.
     inputs, grads, [flat_scaler] = flat_optimizer.prepare_by_hand(
         params, scaled_grads, opt_state, scaler
     )
-    check_scale(scale, params, grads.templates, "grads", grads.tensor_list)
+    check_device_of_scale(scale, params, grads.templates, "grads", grads.tensor_list)
     if clip.clip_value is not None and not grads.all_plain_dense:
         refuse_complex(params, grads.templates, "grads")
     may_write = MayWrite()

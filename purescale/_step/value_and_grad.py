@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .._loss_scale.rules import HasScale, NoScale
-from .._loss_scale.scaling import check_scale
+from .._loss_scale.scaling import check_device_of_scale
 from .._optim.param_structure import ParamStructure
 from .._step.forward_backward import ForwardBackward, LossFn, check_loss_fn, check_unwritten
 from .._step.memory import ArgumentMemory
@@ -150,7 +150,7 @@ def _flatten(
             "tensor. Fix: `scaler = rule.init(device)`, or `state.scaler` of a TrainState; for "
             "stacked states call this under torch.vmap."
         )
-    check_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
+    check_device_of_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
     param_structure = ParamStructure.of(flat_params)
     if scaler is not None:
         _cache.insert(context, flat_trees, param_structure)

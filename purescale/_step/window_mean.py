@@ -41,7 +41,7 @@ class WindowMean:
     ) -> None:
         self.options = options
         self.weights, self.forward_backward = weights, forward_backward
-        self.scale, self.in_place = forward_backward.scale, forward_backward.off_graph
+        self.scale, self.off_graph = forward_backward.scale, forward_backward.off_graph
         self.pending = Pending(divisor=self.scale)
         self.measures_microbatches = options.measures_microbatches
         self.sums: list[Any] | None = None  # before the first microbatch that counts
@@ -55,7 +55,7 @@ class WindowMean:
         """
         param_list = self.forward_backward.flat_params.tensor_list
         return (
-            self.in_place
+            self.off_graph
             and not self.measures_microbatches
             and not self.forward_backward.context.in_make_fx
             and param_list.dense_without_history
@@ -63,41 +63,46 @@ class WindowMean:
             and not any([isinstance(share, Tensor) for share in self.weights.shares])
         )
 
-    def add_gradient(self, index: int, tensor_index: int, grad_cell: list[Tensor]) -> None:
+    def add_gradient(
+        self, microbatch_index: int, tensor_index: int, grad_cell: list[Tensor]
+    ) -> None:
         """Average one gradient of a microbatch that counts in."""
         if self.sums is None:
             self.sums = [None] * len(self.forward_backward.present_params)
         if (total := self.sums[tensor_index]) is not None:
-            total.add_(as_dense_real(grad_cell.pop()), alpha=self.weights.shares[index])
+            total.add_(as_dense_real(grad_cell.pop()), alpha=self.weights.shares[microbatch_index])
         else:
             new = [as_dense_real(donation.take_ownership(grad_cell)[0])]
-            self.sums[tensor_index] = self.add_weighted(None, new, index)[0]
+            self.sums[tensor_index] = self.add_weighted(None, new, microbatch_index)[0]
 
-    def add_microbatch_grads(self, index: int, leaves: Leaves) -> bool | Tensor:
+    def add_microbatch_grads(self, microbatch_index: int, leaves: Leaves) -> bool | Tensor:
         """Add the gradients of a microbatch to the mean. Return True if it counts for the
         buffers.
         """
         param_list = self.forward_backward.flat_params.tensor_list
         grads = as_gradients(leaves, self.pending, param_list=param_list)
-        has_weight = self.weights.has_weight[index]
+        has_weight = self.weights.has_weight[microbatch_index]
         if self.measures_microbatches:
             self.overflows.append(measure(grads, self.scale)[0].overflow)
         if not self.options.drops_microbatches:
-            self.sums = self.add_weighted(self.sums, grads.tensors, index)
+            self.sums = self.add_weighted(self.sums, grads.tensors, microbatch_index)
             return has_weight
         accum = init_accum(grads.tensors) if self.accum is None else self.accum
-        weight, overflow = self.weights.unnormalized[index], self.overflows[-1]
-        self.accum = add_microbatch(accum, grads, weight, overflow, in_place=self.in_place)
+        weight, overflow = self.weights.unnormalized[microbatch_index], self.overflows[-1]
+        self.accum = add_microbatch(accum, grads, weight, overflow, in_place=self.off_graph)
         return has_weight & ~overflow
 
-    def add_weighted(self, sums: list[Tensor] | None, new: list[Tensor], index: int) -> Any:
-        """Return `sums + new * share`, at least in float32, if microbatch `index` counts. None is
+    def add_weighted(
+        self, sums: list[Tensor] | None, new: list[Tensor], microbatch_index: int
+    ) -> Any:
+        """Return `sums + new * share`, at least in float32, if this microbatch counts. None is
         an empty sum. The shares of a window sum to at most 1, so the sum does not overflow.
         """
-        share, has_weight = self.weights.shares[index], self.weights.has_weight[index]
+        share = self.weights.shares[microbatch_index]
+        has_weight = self.weights.has_weight[microbatch_index]
         if has_weight is False:
             return sums
-        if self.in_place and not isinstance(share, Tensor):  # in place, and off every graph
+        if self.off_graph and not isinstance(share, Tensor):  # in place, and off every graph
             if sums is None:
                 sums = new
                 if any([n.dtype in HALF for n in new]):
@@ -107,7 +112,7 @@ class WindowMean:
                 listops.add_(sums, new, alpha=share)
             return sums
         sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-        return weighted_sum(sums, new, share, has_weight, in_place=self.in_place)
+        return weighted_sum(sums, new, share, has_weight, in_place=self.off_graph)
 
     def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
@@ -119,6 +124,7 @@ class WindowMean:
             zeros = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in present]
             sums = as_gradients(zeros).tensors
         leaves, param_list = source.flat_params.leaves, source.flat_params.tensor_list
-        mean = as_gradients(sums, pending, owned=self.in_place, param_list=param_list)
-        is_dense = param_list.dense_without_history or are_plain_dense(leaves)
-        return mean._replace(templates=leaves, all_plain_dense=is_dense)
+        mean = as_gradients(sums, pending, owned=self.off_graph, param_list=param_list)
+        all_plain_dense = param_list.dense_without_history or are_plain_dense(leaves)
+        # It takes the form of the parameters.
+        return mean._replace(templates=leaves, all_plain_dense=all_plain_dense)

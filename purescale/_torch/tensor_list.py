@@ -68,7 +68,9 @@ class ListMetadata:
 
 
 class TensorList:
-    """A list of tensors, with what is known of it."""
+    """A list of tensors, with what is known of it. One of leaves that are not all tensors, such as
+    None, has no other facts than `dense_without_history`, which is False.
+    """
 
     __slots__ = ("dense_without_history", "metadata", "tensors")
 

@@ -121,7 +121,7 @@ class FormulaStep:
     def _step_leaf(self, row: Row, settings: Settings, t: Tensor) -> NewLeaf:
         param, grad, leaf_slots = row
         slots = {
-            key: _wide_scalar(value) if self._slot_spec.is_scalar(key) else _widen(value)
+            key: _widest_scalar(value) if self._slot_spec.is_scalar(key) else _widen(value)
             for key, value in leaf_slots.items()
         }
         new, new_slots = self._apply_formula(_widen(param), _widen(grad), slots, settings, t)
@@ -141,7 +141,7 @@ class FormulaStep:
             is_scalar = self._slot_spec.is_scalar(key)
             likes[key] = slot_list if is_scalar else params
             slots[key] = (
-                _wide_scalar(torch.stack(slot_list)) if is_scalar else _join(slot_list, params)
+                _widest_scalar(torch.stack(slot_list)) if is_scalar else _join(slot_list, params)
             )
         if any(map(self._slot_spec.is_scalar, slot_lists)):
             reals = 2 if params[0].is_complex() else 1
@@ -220,7 +220,7 @@ def _narrow(new: Tensor, old: Tensor) -> Tensor:
 
 def _as_arguments(settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return settings as arguments of a compiled step, which would take a Python number for a
-    constant, and wide enough for a formula, as `_wide_scalar`.
+    constant, and wide enough for a formula, as `_widest_scalar`.
     """
     widest = widest_float(device)
 
@@ -233,7 +233,7 @@ def _as_arguments(settings: Mapping[str, Any], device: torch.device) -> dict[str
     return map_numbers(argument, settings)
 
 
-def _wide_scalar(number: Tensor) -> Tensor:
+def _widest_scalar(number: Tensor) -> Tensor:
     """Return a number in the widest dtype: a beta to the power of it needs more than float32."""
     return number if number.dtype is torch.bool else number.to(widest_float(number.device))
 

@@ -16,6 +16,7 @@ from .._tree.pytree import join_names
 from .._tree.scalars import as_float
 
 S = TypeVar("S")
+Keys = tuple[str, ...]  # of the parts around a state of from_torch, from the outermost
 
 
 def with_stored(opt_state: OptState, stored: Mapping[str, Any]) -> OptState:
@@ -158,9 +159,6 @@ def replace_settings(state: S, **settings: Any) -> S:
                 "of the old optimizer's `to_state_dict(opt_state)`."
             )
     return new_state
-
-
-Keys = tuple[str, ...]  # of the parts around a state of from_torch, from the outermost
 
 
 def _values_by_part(value: Any, part: Keys = ()) -> Iterator[tuple[Keys, Any]]:

@@ -46,8 +46,8 @@ class KernelStep:
     ) -> None:
         self._config, self.kernel = config, kernel
         leaves, structure = inputs.leaves_and_state_structure()
-        state = structure.unflatten(range(len(inputs.params), len(leaves)))
-        slot_lists = slot_lists_of(state, inputs.param_structure)
+        indices_as_state = structure.unflatten(range(len(inputs.params), len(leaves)))
+        slot_lists = slot_lists_of(indices_as_state, inputs.param_structure)
         self.launches = self._plan_launches(inputs, slot_lists, groups)
         pairs = [
             pair
@@ -56,9 +56,11 @@ class KernelStep:
             if slots
             for pair in zip(launch.param_and_slot_indices[0], slots, strict=True)
         ]
-        dense = inputs.dense_leaves
-        is_dense = dense is not None and dense.are_gapless and not dense.any_requires_grad
-        fits = is_dense and slots_follow_params([(leaves[n], leaves[slot]) for n, slot in pairs])
+        tensors = inputs.params_and_state
+        are_writable = tensors is not None and tensors.are_gapless and not tensors.any_requires_grad
+        fits = are_writable and slots_follow_params(
+            [(leaves[n], leaves[slot]) for n, slot in pairs]
+        )
         # All leaves are off graph, each fills a range of memory, slots in the order of their
         # parameter.
         self.leaves_fit = fits

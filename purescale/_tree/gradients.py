@@ -101,8 +101,9 @@ class Gradients(NamedTuple):
         return self._replace(owned=donation.can_write_each([self.tensor_list], others)[0])
 
     def apply_pending(self, *, wide: bool = False) -> Gradients:
-        """Return them for an optimizer, unscaled and clipped. float16 becomes float32 where it is
-        divided, and all half gradients if `wide`: in half precision they would lose bits.
+        """Return them for an optimizer, unscaled and clipped: in place if they are owned, so these
+        must not be used again. float16 becomes float32 where it is divided, and all half gradients
+        if `wide`: in half precision they would lose bits.
         """
         grads, pending = self.widened() if wide else self, self.pending
         if pending.divisor is not None:

@@ -111,8 +111,6 @@ def matching_leaves(
     """Return the leaves of two trees in one order, and the structure. Refuse, naming the leaf,
     trees that differ in anything but values. `flat` is `tree` flattened, if that is known.
     """
-    if flat is not None and (alike := flat.leaves_if_matching(other)) is not None:
-        return flat.leaves, alike, flat.structure
     leaves, structure = flatten(tree) if flat is None else (flat.leaves, flat.structure)
     others = leaves_like(other_name, other, name, tree, structure)
     if have_same_metadata(leaves, others):

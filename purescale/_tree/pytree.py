@@ -17,7 +17,7 @@ from torch import Tensor
 from .._torch import foreach, private
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
-from .._tree import leaves as _leaf
+from .._tree.leaves import are_plain_dense, as_tensor_list
 
 _map = map  # the builtin, which `map` over trees shadows below
 
@@ -110,7 +110,7 @@ class FlatTree(NamedTuple):
     def of(cls, tree: Tree) -> FlatTree:
         """Flatten a tree."""
         leaves, structure = flatten(tree)
-        return cls(tree, leaves, structure, _leaf.as_tensor_list(leaves))
+        return cls(tree, leaves, structure, as_tensor_list(leaves))
 
     def leaves_if_matching(self, other: Tree) -> Leaves | None:
         """Return the leaves of a tree that is known to differ from this one in values only; None if
@@ -169,7 +169,7 @@ def clone(tree: TreeT) -> TreeT:
     """
     leaves, structure = flatten(tree)
     present = [leaf for leaf in leaves if leaf is not None]
-    if not traced() and _leaf.are_plain_dense(present):
+    if not traced() and are_plain_dense(present):
         copies = iter(foreach.detach_and_clone(present))
         return structure.unflatten([None if leaf is None else next(copies) for leaf in leaves])
     return structure.unflatten(list(_map(_copy, leaves)))

@@ -140,7 +140,7 @@ class Wrapper(FlatOptimizer):
             return super().step_or_skip(inputs, grads, skip, in_place=in_place)
         old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if inputs.context.traced:
-            unscaled = self.unscale_grads(inputs, grads, skip)
+            unscaled = self.finish_grads(inputs, grads, skip)
             new, chosen = self._step_piece(pieces[0], inputs, unscaled, skip)
             before, after, structure = matching_leaves(old, new, "old", "new")
             done = set(map(id, chosen))

@@ -3,6 +3,7 @@
 Each test starts its processes once, and shows one law on leaves of every placement.
 """
 
+import contextlib
 import functools
 import math
 
@@ -335,6 +336,11 @@ def _refused(rank):
     sums = {"w": DTensor.from_local(weight, mesh, [Partial()])}
     with pytest.raises(ValueError, match=r"params\['w'\] has .* \(Partial\(sum\),\).*redistribute"):
         ps.maybe_step(sgd, sums, sharded, sgd.init(sharded), flag)
+    # All ranks sum the gradients, also one that then refuses its state.
+    partial = {"w": DTensor.from_local(weight, mesh, [Partial()])}
+    of_others = ps.from_torch(torch.optim.SGD, lr=0.1).init(copied)
+    with pytest.raises(ValueError) if rank else contextlib.nullcontext():
+        sgd.step(copied, partial, of_others if rank else sgd.init(copied))
     with pytest.raises(TypeError, match=r"old\['w'\] is a DTensor, and a plain tensor"):
         ps.select(flag, sharded, {"w": weight})
 

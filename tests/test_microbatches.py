@@ -556,6 +556,21 @@ def test_what_a_step_returns_shares_no_memory_with_what_a_function_keeps(donate,
     assert not shares_memory((state, info), kept)
 
 
+def test_what_a_function_keeps_stays_apart_from_the_results_of_later_microbatches():
+    kept = []
+
+    def make():
+        kept.append(torch.full((3,), 2.0))
+        return kept[-1]
+
+    state, step = started(
+        {"w": torch.ones(3)}, loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b, kept[0])
+    )
+    _, info = step(state, [make, make, torch.ones(3)])
+    assert same_bits(list(info.aux), [kept[0]] * 3)
+    assert not shares_memory(info.aux, kept)
+
+
 def test_an_object_that_can_be_called_is_a_microbatch():
     """As the graphs of torch_geometric are."""
 

@@ -74,8 +74,8 @@ def measure(
     counts as overflow, even for unscaled gradients.
 
     On an accelerator and in a trace nothing is read. On a CPU torch's operator checks and divides
-    owned gradients of which only the overflow is asked. Of others the 2-norm is read, and the exact
-    way is taken if it tells too little.
+    owned gradients of which only the overflow is asked, if it is exact. Of others the 2-norm is
+    read, and the exact way is taken if it tells too little.
     """
     if options.all_readable or host_can_decide([scale], grads.tensors):
         if options.only_overflow and grads.owned and _operator_is_exact(grads, scale):

@@ -188,17 +188,23 @@ class FlatOptimizer:
         belongs to others.
         """
         context = current_context()
+        gradients: Gradients | None = None
 
         def flatten_and_check() -> tuple[list[FlatTree], StepInputs]:
+            nonlocal gradients
             flat_params, flat_opt_state = FlatTree.of(params), FlatTree.of(opt_state)
             check_parameters(flat_params)
             flat_grads = grads_like_params(flat_params, grads)
             inputs = make_step_inputs(self, context, flat_params, flat_opt_state, flat_grads)
+            # All ranks reduce a partial DTensor, also one whose plan will be refused.
+            gradients = inputs.make_gradients(flat_grads)
             return [flat_params, flat_opt_state, flat_grads, *map(FlatTree.of, others)], inputs
 
         trees = params, opt_state, grads, *others
         flat_trees, inputs = self.find_or_plan(context, trees, flatten_and_check)
-        return inputs, inputs.make_gradients(flat_trees[2]), flat_trees[3:]
+        if gradients is None:  # a plan was found
+            gradients = inputs.make_gradients(flat_trees[2])
+        return inputs, gradients, flat_trees[3:]
 
     # ---- a step, run
 

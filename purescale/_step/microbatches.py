@@ -141,7 +141,7 @@ def _accumulate_one(
     memory: ArgumentMemory,
 ) -> WindowResult:
     """Return the result of a single microbatch. Its gradients are the mean, still scaled."""
-    microbatch, pointers = _make_microbatch(entry, memory)
+    microbatch, pointers = _make_microbatch(entry, memory.pointers)
     out = forward_backward(forward_backward.flat_buffers.leaves, microbatch, pointers)
     grads = as_gradients(
         out.grads,
@@ -176,9 +176,10 @@ def _accumulate_several(
     buffers, last = forward_backward.flat_buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
+    pointers: Set[int | None] | None = memory.pointers
     for index, entry in enumerate(microbatches):
         updates_buffers = weights.has_weight[index]
-        microbatch, pointers = _make_microbatch(entry, memory)
+        microbatch, pointers = _make_microbatch(entry, pointers)
         if reduction is not None and index == last:
             send = functools.partial(send_gradient, mean, reduction)
             out = forward_backward(buffers, microbatch, pointers, on_grad=send)
@@ -217,16 +218,18 @@ FUNCTION_TYPES = (
 )
 
 
-def _make_microbatch(entry: Any, memory: ArgumentMemory) -> tuple[Any, Set[int | None] | None]:
-    """Return the microbatch of an entry of a window, and the storage pointers that results must not
-    share, if they are known: also those of what a function has made, which it may keep.
+def _make_microbatch(
+    entry: Any, pointers: Set[int | None] | None
+) -> tuple[Any, Set[int | None] | None]:
+    """Return the microbatch of an entry of a window, and the storage pointers that the results from
+    it on must not share: these, and those of what a function has made, which it may keep.
     """
     if not isinstance(entry, FUNCTION_TYPES):
-        return entry, memory.pointers
+        return entry, pointers
     microbatch = entry()
-    if memory.pointers is None:
-        return microbatch, None
-    return microbatch, {*memory.pointers, *storage_pointers(pytree.all_tensors(microbatch))}
+    if pointers is not None:
+        pointers = {*pointers, *storage_pointers(pytree.all_tensors(microbatch))}
+    return microbatch, pointers
 
 
 def _finish_window(

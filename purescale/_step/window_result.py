@@ -43,7 +43,7 @@ class WindowResult(NamedTuple):
     reduction: Reduction | None = None  # on its way to the other ranks
     # as `Totals`; None if the weights have no `unnormalized`
     totals_row: Tensor | None = None
-    # Microbatches that overflowed are not in the mean. False for a single one, which is all of it.
+    # Microbatches that overflowed are not in the mean. False for a single one without a group.
     excludes_overflows: bool = False
     # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
     pending_fraction: Tensor | None = None

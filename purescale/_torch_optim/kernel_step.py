@@ -64,7 +64,7 @@ class KernelStep:
         # All leaves are off graph, each fills a range of memory, slots in the order of their
         # parameter.
         self.leaves_fit = fits
-        # The indices of each parameter with each of its slots.
+        # The indices of each parameter with each of its slots, if these do not fit.
         self.pairs_to_lay_out = [] if fits else pairs
 
     def _plan_launches(

@@ -2,7 +2,7 @@
 others.
 
 A step makes lists of its trees, `step_inputs.StepInputs`, and calls a `FlatOptimizer` in this
-order: `plan(inputs)`, whose result is found again if arguments are alike (`find_or_plan`);
+order: `plan(inputs)`, whose result is found again if arguments are alike (`find_inputs`);
 `evaluate_settings`; `run_step`. Eagerly on a CPU `run_step` reads the flag of a skip, and a skipped
 step returns the old state. Elsewhere, and if a derivative may go through the step, `step_or_skip`
 calls `compute_step` and selects old or new by a mask, unless a subclass can skip a step itself.

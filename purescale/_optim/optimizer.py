@@ -5,7 +5,6 @@ structure and metadata decide about them is decided once for arguments that are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -72,7 +71,7 @@ class FlatOptimizer:
     """An optimizer over the lists of `StepInputs`. A subclass has `init`, `compute_step` (or
     `step_or_skip`, if it can skip a step itself), and perhaps `agreed_settings`, `plan` and
     `evaluate_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` prepares the
-    step at its start, by `find_or_plan`, and runs it at its end, by `run_step`.
+    step at its start, by `find_inputs` or `plan_inputs`, and runs it at its end, by `run_step`.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -136,40 +135,43 @@ class FlatOptimizer:
         plan, step_settings = self.plan(inputs), self.evaluate_settings(inputs.opt_state)
         return inputs._replace(plan=plan, step_settings=step_settings)
 
-    def find_or_plan(
-        self,
-        context: CallContext,
-        trees: tuple[Tree, ...],
-        flatten_and_check: Callable[[], tuple[list[FlatTree], StepInputs]],
-    ) -> tuple[list[FlatTree], StepInputs]:
+    def find_inputs(
+        self, context: CallContext, trees: tuple[Tree, ...]
+    ) -> tuple[list[FlatTree], StepInputs] | None:
         """Return trees flat (parameters, the state of the optimizer, and others), and the inputs of
-        a step over them, planned. If no plan for trees like these is cached, `flatten_and_check`
-        returns both without a plan. `plan` refuses what does not fit.
+        a step over them, planned. None if no plan for trees like these is cached.
         """
-        caches = self.caches_steps and context.reuses_plans  # Dynamo cannot make the cache
-        if caches and (hit := self.cache.find(context, trees)) is not None:
-            flat_trees, cached = hit
-            flat_params, flat_opt_state = flat_trees[:2]
-            return flat_trees, StepInputs.of_dense(
-                context,
-                cached.param_structure,
-                flat_params,
-                flat_opt_state,
-                metadata=cached.leaves_metadata,
-                plan=cached.plan,
-                step_settings=self.evaluate_settings(flat_opt_state.tree),
-                all_writable=cached.all_writable,
-                all_readable=cached.all_readable,
-            )
-        flat_trees, inputs = flatten_and_check()
-        inputs = self.with_plan_and_settings(inputs)
+        if not (self.caches_steps and context.reuses_plans):  # Dynamo cannot make the cache
+            return None
+        if (hit := self.cache.find(context, trees)) is None:
+            return None
+        flat_trees, cached = hit
+        flat_params, flat_opt_state = flat_trees[:2]
+        inputs = StepInputs.of_dense(
+            context,
+            cached.param_structure,
+            flat_params,
+            flat_opt_state,
+            metadata=cached.leaves_metadata,
+            plan=cached.plan,
+            step_settings=self.evaluate_settings(flat_opt_state.tree),
+            all_writable=cached.all_writable,
+            all_readable=cached.all_readable,
+        )
+        return flat_trees, inputs
+
+    def plan_inputs(self, flat_trees: list[FlatTree], inputs: StepInputs) -> StepInputs:
+        """Return the inputs of a step over checked trees, planned. `find_inputs` finds the plan
+        from now on. `plan` refuses what does not fit.
+        """
+        inputs, context = self.with_plan_and_settings(inputs), inputs.context
         lists = [tree.tensor_list for tree in flat_trees]
         if not (context.reuses_plans and all([x.dense_without_history for x in lists])):
-            return flat_trees, inputs
+            return inputs
         writable = all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists])
         readable = context.host_can_read_cpu and not self.differentiable
         readable = readable and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
-        if caches:
+        if self.caches_steps:
             cached = CachedPlan(
                 param_structure=inputs.param_structure,
                 plan=inputs.plan,
@@ -178,7 +180,7 @@ class FlatOptimizer:
                 all_readable=readable,
             )
             self.cache.insert(context, flat_trees, cached)
-        return flat_trees, inputs._replace(all_writable=writable, all_readable=readable)
+        return inputs._replace(all_writable=writable, all_readable=readable)
 
     def prepare_by_hand(
         self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree
@@ -188,23 +190,19 @@ class FlatOptimizer:
         belongs to others.
         """
         context = current_context()
-        gradients: Gradients | None = None
-
-        def flatten_and_check() -> tuple[list[FlatTree], StepInputs]:
-            nonlocal gradients
-            flat_params, flat_opt_state = FlatTree.of(params), FlatTree.of(opt_state)
-            check_parameters(flat_params)
-            flat_grads = grads_like_params(flat_params, grads)
-            inputs = make_step_inputs(self, context, flat_params, flat_opt_state, flat_grads)
-            # All ranks reduce a partial DTensor, also one whose plan will be refused.
-            gradients = inputs.make_gradients(flat_grads)
-            return [flat_params, flat_opt_state, flat_grads, *map(FlatTree.of, others)], inputs
-
-        trees = params, opt_state, grads, *others
-        flat_trees, inputs = self.find_or_plan(context, trees, flatten_and_check)
-        if gradients is None:  # a plan was found
-            gradients = inputs.make_gradients(flat_trees[2])
-        return inputs, gradients, flat_trees[3:]
+        hit = self.find_inputs(context, (params, opt_state, grads, *others))
+        if hit is not None:
+            flat_trees, inputs = hit
+            return inputs, inputs.make_gradients(flat_trees[2]), flat_trees[3:]
+        flat_params, flat_opt_state = FlatTree.of(params), FlatTree.of(opt_state)
+        check_parameters(flat_params)
+        flat_grads = grads_like_params(flat_params, grads)
+        inputs = make_step_inputs(self, context, flat_params, flat_opt_state, flat_grads)
+        # All ranks reduce a partial DTensor, also one whose plan will be refused.
+        gradients = inputs.make_gradients(flat_grads)
+        flat_others = list(map(FlatTree.of, others))
+        flat_trees = [flat_params, flat_opt_state, flat_grads, *flat_others]
+        return self.plan_inputs(flat_trees, inputs), gradients, flat_others
 
     # ---- a step, run
 

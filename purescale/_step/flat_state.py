@@ -39,14 +39,13 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     optimizer, context = options.optimizer, current_context()
     control = state.scaler, state.step, state.rng, state.guard
     trees = state.params, state.opt_state, state.buffers, control
-
-    def flatten_and_check() -> tuple[list[FlatTree], StepInputs]:
+    hit = optimizer.find_inputs(context, trees)
+    if hit is None:
         flat_trees = list(map(FlatTree.of, trees))
         _check(state, flat_trees[0])
-        return flat_trees, make_step_inputs(optimizer, context, *flat_trees[:2])
-
-    flat_trees, inputs = optimizer.find_or_plan(context, trees, flatten_and_check)
-    flat_params, _, flat_buffers, flat_control = flat_trees
+        inputs = make_step_inputs(optimizer, context, *flat_trees[:2])
+        hit = flat_trees, optimizer.plan_inputs(flat_trees, inputs)
+    (flat_params, _, flat_buffers, flat_control), inputs = hit
     if options.clip.clip_value is not None and not flat_params.tensor_list.dense_without_history:
         refuse_complex(state.params, flat_params.leaves, "params")
     return FlatState(state, flat_params, flat_buffers, flat_control, inputs)

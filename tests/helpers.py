@@ -8,6 +8,8 @@ import functools
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 from typing import Any
 
 import hypothesis.strategies as st
@@ -176,6 +178,21 @@ def _rank(rank: int, port: int, body: Any, count: int, patience: float) -> None:
     dist.barrier()
     # gloo's threads now and then abort a process that ends in the ordinary way.
     os._exit(0)
+
+
+def output_of_torchrun(*arguments: str, paths: list[str], **settings: Any) -> str:
+    """What programs on several ranks print, which find modules in these folders."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    for _ in range(2):
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, **settings
+        )
+        # A thread of gloo may end a process that is about to end (pytorch#190489).
+        if "terminate called without an active exception" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def spread(tree: Any, mesh: Any, placements: dict[str, Any]) -> Any:

@@ -5,14 +5,12 @@ import importlib.util
 import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import same_bits
+from helpers import output_of_torchrun, same_bits
 
 import purescale as ps
 from purescale.testing import assert_scale_rule
@@ -64,16 +62,8 @@ def output_of_script(page, folder):
     """Run the first block of a page by the command that stands there, and return what it prints."""
     command = re.search(r"^OMP_NUM_THREADS=1 torchrun (.*) train.py$", page.read_text(), re.M)
     (folder / "train.py").write_text(blocks(page)[0])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command[1].split(), "train.py"],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    arguments = [*command[1].split(), "train.py"]
+    return output_of_torchrun(*arguments, paths=[str(ROOT)], cwd=folder)
 
 
 @pytest.mark.slow

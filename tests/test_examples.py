@@ -5,12 +5,12 @@ import os
 import pydoc
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import output_of_torchrun
 
 import purescale as ps
 
@@ -144,18 +144,11 @@ def test_ranks_train_as_one_process_does_by_a_group_ddp_and_fsdp2():
         "with ddp.ranks() as place:\n"
         "    for example in (data_parallel, ddp, fsdp2): example.main(*place)"
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", "--no-python", sys.executable, "-c", mains],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(EXAMPLES)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    ranks = "--standalone", "--nproc-per-node", "2", "--no-python"
+    printed = output_of_torchrun(*ranks, sys.executable, "-c", mains, paths=EXAMPLES)
     # the last twice: from its checkpoint too
     pattern = r"^2 ranks: (\d+) steps applied of 19, .* within (\S+) of one"
-    ends = re.findall(pattern, done.stdout, re.M)
+    ends = re.findall(pattern, printed, re.M)
     assert len(ends) == 4
     assert {steps for steps, _ in ends} == {"15"}
     assert all(float(apart) <= 1e-5 for _, apart in ends)

@@ -300,6 +300,22 @@ def test_settings_in_the_state_and_schedules_are_those_of_the_step():
     assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
+def test_a_schedule_is_called_once_and_no_plan_of_a_training_goes():
+    counts = []
+
+    def schedule(count):
+        counts.append(count)
+        return 0.1 / (1 + count)
+
+    optimizer = ps.from_torch(torch.optim.SGD, lr=schedule)
+    params = {"w": torch.ones(3)}
+    state = optimizer.init(params)
+    counts.clear()
+    ps.wanted_update(optimizer, params, params, state)
+    assert len(counts) == 1
+    assert len(optimizer.cache) == 0
+
+
 def test_nothing_is_wanted_of_a_parameter_without_a_gradient():
     optimizer = ps.with_master_weights(made(counts="each"))
     params, grads, state = begun(optimizer, torch.bfloat16)

@@ -194,15 +194,23 @@ class FlatOptimizer:
         if hit is not None:
             flat_trees, inputs = hit
             return inputs, inputs.make_gradients(flat_trees[2]), flat_trees[3:]
+        flat_trees, inputs, gradients = self.flatten_by_hand(context, params, grads, opt_state)
+        flat_others = list(map(FlatTree.of, others))
+        return self.plan_inputs([*flat_trees, *flat_others], inputs), gradients, flat_others
+
+    def flatten_by_hand(
+        self, context: CallContext, params: Tree, grads: Tree, opt_state: Tree
+    ) -> tuple[list[FlatTree], StepInputs, Gradients]:
+        """Return parameters, state and gradients, flat and checked, the inputs of a step over them,
+        without a plan, and its gradients. All ranks reduce partial DTensors here, before a plan may
+        be refused on one of them.
+        """
         flat_params, flat_opt_state = FlatTree.of(params), FlatTree.of(opt_state)
         check_parameters(flat_params)
         flat_grads = grads_like_params(flat_params, grads)
         inputs = make_step_inputs(self, context, flat_params, flat_opt_state, flat_grads)
-        # All ranks reduce a partial DTensor, also one whose plan will be refused.
-        gradients = inputs.make_gradients(flat_grads)
-        flat_others = list(map(FlatTree.of, others))
-        flat_trees = [flat_params, flat_opt_state, flat_grads, *flat_others]
-        return self.plan_inputs(flat_trees, inputs), gradients, flat_others
+        flat_trees = [flat_params, flat_opt_state, flat_grads]
+        return flat_trees, inputs, inputs.make_gradients(flat_grads)
 
     # ---- a step, run
 
@@ -257,8 +265,9 @@ class FlatOptimizer:
             return structure.unflatten(select_leaves(flag, before, after, in_place=in_place))
 
     def finish_grads(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> Gradients:
-        """Return the gradients for `compute_step`: zeros in a skipped step that is differentiated,
-        because `where` sends a derivative of 0 into what it does not choose, and 0 * inf is NaN.
+        """Return unscaled and clipped gradients. They are zeros in a skipped step that is
+        differentiated, because `where` sends a derivative of 0 into what it does not choose, and
+        0 * inf is NaN.
         """
         if skip is not None and (
             self.differentiable

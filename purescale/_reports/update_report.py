@@ -16,6 +16,7 @@ from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, local_shard
 from .._torch.dtypes import widest_float
+from .._torch.tracing import current_context
 from .._torch_optim.param_group_optimizer import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._tree import pytree
 from .._tree.gradients import Gradients
@@ -239,7 +240,9 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
     Source of the rule: the exact update of Collage (arXiv 2405.03637).
     """
     flat_optimizer = as_flat_optimizer(optimizer)
-    inputs, gradients, _ = flat_optimizer.prepare_by_hand(params, grads, opt_state)
+    trees = params, grads, opt_state
+    _, inputs, gradients = flat_optimizer.flatten_by_hand(current_context(), *trees)
+    flat_optimizer.plan(inputs)  # refuses what does not fit
     with torch.no_grad():
         return inputs.param_structure.unflatten(_wanted(flat_optimizer, inputs, gradients))
 

@@ -181,7 +181,7 @@ def _rank(rank: int, port: int, body: Any, count: int, patience: float) -> None:
 
 
 def output_of_torchrun(*arguments: str, paths: list[str], **settings: Any) -> str:
-    """What programs on several ranks print, which find modules in these folders."""
+    """The output of programs on several ranks, with these folders on their path."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     for _ in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -96,7 +96,7 @@ class ForwardBackward:
         self,
         buffers: Leaves,
         microbatch: Any,
-        pointers: Set[int | None] | None,
+        pointers: donation.Pointers | None,
         *,
         owned: bool = True,
         on_grad: OnGrad | None = None,
@@ -147,7 +147,7 @@ class ForwardBackward:
         return self._result(list(grads), private.pytree.tree_unflatten(leaves, structure), None)
 
     def _result(
-        self, grads: Leaves, outputs: LossOutputs, pointers: Set[int | None] | None
+        self, grads: Leaves, outputs: LossOutputs, pointers: donation.Pointers | None
     ) -> MicrobatchResult:
         aux = outputs.aux
         detached = detach_and_unalias([outputs.loss, *outputs.buffers], pointers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from .._step.window_result import (
     normalized,
     window_fraction,
 )
-from .._torch.donation import storage_pointers
+from .._torch.donation import Pointers, storage_pointers
 from .._torch.dtypes import widest_float
 from .._torch.tracing import CallContext, is_on_a_graph, refuse_in_capture, under_derivative
 from .._tree import pytree
@@ -176,7 +176,7 @@ def _accumulate_several(
     buffers, last = forward_backward.flat_buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
-    pointers: Set[int | None] | None = memory.pointers
+    pointers: Pointers | None = memory.pointers
     for index, entry in enumerate(microbatches):
         updates_buffers = weights.has_weight[index]
         microbatch, pointers = _make_microbatch(entry, pointers)
@@ -218,9 +218,7 @@ FUNCTION_TYPES = (
 )
 
 
-def _make_microbatch(
-    entry: Any, pointers: Set[int | None] | None
-) -> tuple[Any, Set[int | None] | None]:
+def _make_microbatch(entry: Any, pointers: Pointers | None) -> tuple[Any, Pointers | None]:
     """Return the microbatch of an entry of a window, and the storage pointers that the results from
     it on must not share: these, and those of what a function has made, which it may keep.
     """

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Sequence, Set
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from .._torch import dtensor, private
 from .._torch.foreach import are_gapless, clone_list, is_gapless
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
+
+Pointers: TypeAlias = Set[int | None]  # of storages, as `storage_pointers` returns them
 
 _layout = operator.attrgetter("layout")
 _grad_fn, _cdata = operator.attrgetter("grad_fn"), operator.attrgetter("_cdata")

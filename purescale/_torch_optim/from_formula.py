@@ -197,11 +197,8 @@ def _spec_of(name: str, formula: Formula, defaults: dict[str, Any]) -> Optimizer
 # Names of arguments of other functions, and keys of torch's state dicts.
 _RESERVED = {"self", "params", "maximize", "foreach", "fused", "capturable"}
 _RESERVED |= {"state", "param_names", "initial_lr"}
-_RESERVED_SLOTS = {
-    COUNT,
-    SIZES,
-    NO_SLOTS,
-}  # counts, numbers of torch's formulas, a list of holes
+# Counts, numbers of torch's formulas, a list of holes.
+_RESERVED_SLOTS = {COUNT, SIZES, NO_SLOTS}
 
 
 def _check_names(kind: str, names: Collection[str], reserved: Set[str]) -> None:

@@ -58,14 +58,12 @@ class KernelStep:
         ]
         tensors = inputs.params_and_state
         are_writable = tensors is not None and tensors.are_gapless and not tensors.any_requires_grad
-        fits = are_writable and slots_follow_params(
-            [(leaves[n], leaves[slot]) for n, slot in pairs]
-        )
+        param_slot_pairs = [(leaves[n], leaves[slot]) for n, slot in pairs]
         # All leaves are off graph, each fills a range of memory, slots in the order of their
         # parameter.
-        self.leaves_fit = fits
+        self.leaves_fit = are_writable and slots_follow_params(param_slot_pairs)
         # The indices of each parameter with each of its slots, if these do not fit.
-        self.pairs_to_lay_out = [] if fits else pairs
+        self.pairs_to_lay_out = [] if self.leaves_fit else pairs
 
     def _plan_launches(
         self, inputs: StepInputs, slot_lists: SlotLists, groups: list[ParamGroup]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Any
 
 from torch import Tensor
 
 from .._torch import foreach, private
-from .._torch.donation import storage_pointer, storage_pointers
+from .._torch.donation import Pointers, storage_pointer, storage_pointers
 from .._torch.tracing import traced
 from .._tree import pytree
 from .._tree.leaves import are_plain_dense, is_constant
 from .._tree.pytree import Leaves, Tree
 
 
-def detach_and_unalias(leaves: Leaves, occupied: Set[int | None] | None) -> Leaves:
+def detach_and_unalias(leaves: Leaves, occupied: Pointers | None) -> Leaves:
     """Detach leaves, which may be containers that only torch's pytree knows. A leaf is copied if
     its memory is in `occupied` or is that of an earlier leaf; if `occupied` is None (traced), every
     leaf is. Constants that are not on a graph stay the same objects.

@@ -120,10 +120,10 @@ class TreeCache(MetadataCache[TreeEntry]):
             return
         arguments = tuple([tree.tree for tree in flat_trees])
         leaves, structure = flatten(arguments)
-        in_own_order = itertools.chain.from_iterable([tree.leaves for tree in flat_trees])
-        if not (len(set(map(id, leaves))) == len(leaves) and is_of_builtins(structure)):
-            return
-        if not all(map(operator.is_, leaves, in_own_order)):
+        all_differ = len(set(map(id, leaves))) == len(leaves)
+        flat_leaves = itertools.chain.from_iterable([tree.leaves for tree in flat_trees])
+        same_order = all(map(operator.is_, leaves, flat_leaves))
+        if not (all_differ and same_order and is_of_builtins(structure)):
             return
         ends = list(itertools.accumulate([len(tree.leaves) for tree in flat_trees], initial=0))
         slices, structures = map(slice, ends, ends[1:]), structure.children()  # type: ignore[attr-defined]

@@ -104,22 +104,18 @@ class OptimizerConfig:
             raise ValueError(f'schedule_by is {schedule_by!r}, expected "applied" or "iteration".')
         if counts not in get_args(Counts):
             raise ValueError(f'counts is {counts!r}, expected "one" or "each".')
-
-        # What was given.
-        self.spec = spec
-        self.lr = spec.default_lr if lr is None else lr
-        self.arguments, self.schedule_by, self.counts = arguments, schedule_by, counts
-        self.differentiable = bool(arguments.get("differentiable"))
         if not isinstance(in_state, (tuple, list)):  # a set has another order on each rank
             raise TypeError(
                 f"in_state is {in_state!r}, expected a tuple of names of settings. Fix: "
                 'in_state=("lr", "weight_decay"), or in_state=("lr",) with a comma.'
             )
-        self.in_state = tuple(dict.fromkeys(in_state))
+        self.spec, self.arguments = spec, arguments
+        self.lr = spec.default_lr if lr is None else lr
         self.overrides = {pattern: dict(extra) for pattern, extra in overrides.items()}
-        schedules = _scheduled({**arguments, "lr": self.lr}, ("lr", *self.in_state))
+        self.in_state = tuple(dict.fromkeys(in_state))
+        self.schedule_by, self.counts = schedule_by, counts
 
-        # What follows.
+        schedules = _scheduled({**arguments, "lr": self.lr}, ("lr", *self.in_state))
         self.prototype = self._checked_prototype(schedules)
         values = {**self.prototype.defaults, "lr": self.lr}
         self.for_all = ConfiguredSettings(_with_copied_tensors(values), schedules)
@@ -127,14 +123,10 @@ class OptimizerConfig:
             ConfiguredSettings(_with_copied_tensors(extra), _scheduled(extra, ("lr",)))
             for extra in self.overrides.values()
         ]
-        self.configured = [self.for_all, *self.by_override]
-        self.no_step_settings: StepSettings = [{} for _ in self.configured]
-        self.has_schedules = any([each.schedules for each in self.configured])
-        all_values = [value for each in self.configured for value in each.values.values()]
+        self.no_step_settings: StepSettings = [{}, *({} for _ in self.by_override)]
+        all_values = [value for each in self._configured() for value in each.values.values()]
         tensors = [value for value in all_values if isinstance(value, Tensor)]
         self.settings_are_constant = not (self.has_schedules or self.in_state or tensors)
-        # Momentum in the state may become nonzero later, so its buffer exists while it is 0.
-        self.nonzero_for_slots = dict.fromkeys({"momentum", "dampening"} & {*self.in_state}, 0.5)
         # The number of a parameter's own steps is a part of its state, as in torch.
         formula = spec.formula
         self.needs_counts = formula is not None and any(
@@ -144,10 +136,6 @@ class OptimizerConfig:
         # The numbers of a new state. That of a schedule is a factor.
         self.first_stored = map_numbers(lambda number: 1.0 if callable(number) else number, stored)
         self.init_stored(None)  # refuses what float32 cannot hold
-        # Ranks compare all settings, including defaults.
-        self.all_settings = dict(sorted({**values, **arguments}.items()))
-        kind = spec.name if spec.cls is None else spec.cls
-        self.agreed_settings = kind, self.all_settings, self.overrides, self.in_state, schedule_by
 
     def __repr__(self) -> str:
         extra = {"lr": self.lr, **self.arguments}
@@ -156,14 +144,47 @@ class OptimizerConfig:
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
         return f"{self.spec.made_by}({self.spec.name}, {settings})"
 
+    @property
+    def differentiable(self) -> bool:
+        """True if `.backward()` may go through a step."""
+        return bool(self.arguments.get("differentiable"))
+
+    @property
+    def has_schedules(self) -> bool:
+        """True if a schedule stands for any setting."""
+        return any([each.schedules for each in self._configured()])
+
+    @property
+    def all_settings(self) -> dict[str, Any]:
+        """The settings for all parameters, including defaults, which ranks compare too."""
+        settings = {**self.prototype.defaults, "lr": self.lr, **self.arguments}
+        return dict(sorted(settings.items()))
+
+    @property
+    def agreed_settings(self) -> tuple[Any, ...]:
+        """What the ranks of a group compare."""
+        kind = self.spec.name if self.spec.cls is None else self.spec.cls
+        return kind, self.all_settings, self.overrides, self.in_state, self.schedule_by
+
+    @property
+    def nonzero_for_slots(self) -> dict[str, float]:
+        """Settings from which slots are made in place of those that were given. Momentum in the
+        state may become nonzero later, so its buffer exists while it is 0.
+        """
+        return dict.fromkeys({"momentum", "dampening"} & {*self.in_state}, 0.5)
+
     def settings_for_slots(self) -> list[dict[str, Any]]:
         """Return the settings from which slots are made: for all parameters, then those with each
         override alone.
         """
         return [
             {**self.for_all.values, **each.values, **self.nonzero_for_slots}
-            for each in self.configured
+            for each in self._configured()
         ]
+
+    def _configured(self) -> list[ConfiguredSettings]:
+        """Return the settings for all parameters, then those of each override."""
+        return [self.for_all, *self.by_override]
 
     def settings_of(
         self, override_indices: tuple[int, ...], step_settings: StepSettings
@@ -203,7 +224,7 @@ class OptimizerConfig:
                 for name, value in {**each.values, **each.schedules}.items()
                 if name in each.schedules or name in factors or isinstance(value, Tensor)
             }
-            for each, factors in zip(self.configured, factors_of, strict=True)
+            for each, factors in zip(self._configured(), factors_of, strict=True)
         ]
 
     def _refuse_graph(self, name: str) -> None:

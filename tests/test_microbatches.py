@@ -765,6 +765,7 @@ def test_a_gradient_that_a_backward_writes_is_sent_once_or_refused():
         loss = loss + (2 * leaves[0]).sum() if twice else loss
         stream_gradients(
             loss,
+            torch.ones(()),
             leaves,
             lambda n, g: sent.setdefault(n, []).append(g),
             refuse_repeats=refuse_repeats,

@@ -203,6 +203,30 @@ def test_gradients_that_a_custom_backward_keeps_are_copied():
     assert not shares_memory(grads, kept)
 
 
+@pytest.mark.parametrize("numel", [1, 5])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_backward_that_writes_into_its_argument_leaves_the_scale_as_it_is(numel, window):
+    double = function_of(lambda ctx, loss: loss.clone(), lambda ctx, grad: grad.mul_(2))
+    params, x = {"w": torch.ones(numel)}, torch.full((numel,), 3.0)
+    loss_fn = lambda p, b, x: (double((p["w"] * x).sum()), b)
+    _, grads = ps.value_and_grad(loss_fn)(params, {}, x, scaler=SCALER)
+    assert same_bits(grads, {"w": 8.0 * 2 * x}) and float(SCALER.scale) == 8.0
+    rule = ps.StaticScale(8.0)
+    state = ps.init_train_state(params, {}, SGD, rule)
+    state, info = ps.train_step(state, [x] * window, loss_fn=loss_fn, optimizer=SGD, rule=rule)
+    assert float(info.scale) == float(state.scaler.scale) == 8.0
+    assert torch.allclose(state.params["w"], params["w"] - 0.1 * 2 * x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_gradient_of_a_loss_that_is_a_parameter_is_the_scale(dtype, shape):
+    params = {"w": torch.ones(shape, dtype=dtype)}
+    _, grads = ps.value_and_grad(lambda p, b, x: (p["w"], b))(params, {}, None, scaler=SCALER)
+    assert same_bits(grads, {"w": torch.full(shape, 8.0, dtype=dtype)})
+    assert not shares_memory(grads, SCALER)
+
+
 def test_parameters_that_require_a_gradient_get_none_of_their_own():
     w = torch.ones(2, requires_grad=True)
     _, grads = ps.value_and_grad(linear)({"w": w}, {}, torch.ones(2))

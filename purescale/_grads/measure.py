@@ -202,7 +202,7 @@ def _stats_from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> 
     if has_norm and norm * norm < num_elements * 2.0**-100:
         return None
     amax = measure_amax(grads, _divisor(grads, scale)) if options.amax else None
-    overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
+    overflow = torch.full((), False, device=scale.device)
     return GradStats(overflow, norm / divisor if has_norm else None, amax, read_as_finite=True)
 
 

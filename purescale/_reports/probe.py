@@ -229,7 +229,7 @@ def probe_scales(
         raise ValueError(
             "params holds no tensor. Fix: `apply, params, buffers = make_functional(model)`."
         )
-    inputs, loss, _ = forward_backward.run_forward(forward_backward.flat_buffers.leaves, microbatch)
+    inputs, outputs = forward_backward.run_forward(forward_backward.flat_buffers.leaves, microbatch)
     best: Leaves | None = None  # the gradients at the largest scale that fits
     high: int | None = None
     columns: list[tuple[Tensor, Tensor, Tensor]] = []  # overflow, zeros and error of a part
@@ -237,7 +237,7 @@ def probe_scales(
         part = chosen[start : start + chunk]
         scales = torch.tensor([2.0**e for e in part], dtype=torch.float32, device=device)
         grads, overflow = torch.vmap(lambda s, g: unscale_and_check(one._replace(scale=s), g))(
-            scales, _gradients_at_scales(loss, inputs, scales)
+            scales, _gradients_at_scales(outputs.loss, inputs, scales)
         )
         flags = overflow.tolist()
         if best is None and not all(flags):

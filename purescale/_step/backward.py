@@ -20,15 +20,15 @@ OnGrad: TypeAlias = Callable[[int, list[Tensor]], None]
 _grad = operator.attrgetter("grad")
 
 
-def compute_gradients(loss: Tensor, param_leaves: Leaves) -> list[Tensor]:
-    """`torch.autograd.grad(loss, leaves, materialize_grads=True)` without checking each leaf, with
-    what a custom backward adds to `.grad`, as those of reversible layers do. Refuse a loss that
-    uses none of them.
+def compute_gradients(loss: Tensor, loss_grad: Tensor, param_leaves: Leaves) -> list[Tensor]:
+    """`torch.autograd.grad(loss, leaves, loss_grad, materialize_grads=True)` without checking each
+    leaf, with what a custom backward adds to `.grad`, as those of reversible layers do. Refuse a
+    loss that uses none of them.
     """
     if set(map(_grad, param_leaves)) != {None}:
         _clear_grads(param_leaves)
     # The graph is neither kept nor made for a second derivative.
-    arguments = (loss,), (torch.ones_like(loss),), False, False, tuple(param_leaves), True
+    arguments = (loss,), (loss_grad,), False, False, tuple(param_leaves), True
     gradients: list[Any] = list(private.run_backward(*arguments, accumulate_grad=False))
     if set(map(_grad, param_leaves)) != {None}:
         for index, leaf in enumerate(param_leaves):
@@ -68,7 +68,12 @@ def _clear_grads(param_leaves: Leaves) -> None:
 
 
 def stream_gradients(
-    loss: Tensor, param_leaves: Leaves, on_grad: OnGrad, *, refuse_repeats: bool
+    loss: Tensor,
+    loss_grad: Tensor,
+    param_leaves: Leaves,
+    on_grad: OnGrad,
+    *,
+    refuse_repeats: bool,
 ) -> None:
     """Hand over each gradient as the backward makes it; zeros for an unused input. With
     `refuse_repeats`, refuse a custom backward that gives one in two pieces, because the first has
@@ -100,7 +105,7 @@ def stream_gradients(
         hooks.append(leaf.register_hook(functools.partial(before_sum, leaf)))
         hooks.append(leaf.register_post_accumulate_grad_hook(functools.partial(take, index)))
     try:
-        torch.autograd.backward(loss, inputs=param_leaves)
+        torch.autograd.backward(loss, loss_grad, inputs=param_leaves)
     finally:  # a loss may keep a parameter, and differentiate through it later
         for hook in hooks:
             hook.remove()

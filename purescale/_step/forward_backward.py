@@ -112,15 +112,21 @@ class ForwardBackward:
             return self._call_torch_func(buffers, microbatch)
         # torch.func.grad would give the same bits, but refuses checkpointing around `apply` and
         # custom Functions of the older form.
-        param_leaves, loss, outputs = self.run_forward(buffers, microbatch)
+        param_leaves, outputs = self.run_forward(buffers, microbatch)
+        # That of a product with the scale, by the bits. A copy, because a custom backward or a hook
+        # may write into it.
+        loss, loss_grad = outputs.loss, self.scale.to(outputs.loss.dtype, copy=True)
         grads: list[Tensor] = []
         if on_grad is not None:
-            stream_gradients(loss, param_leaves, on_grad, refuse_repeats=refuse_repeats)
+            stream_gradients(loss, loss_grad, param_leaves, on_grad, refuse_repeats=refuse_repeats)
         elif self.create_graph:
-            graph = torch.autograd.grad(loss, param_leaves, create_graph=True, allow_unused=True)
+            graph = torch.autograd.grad(
+                loss, param_leaves, loss_grad, create_graph=True, allow_unused=True
+            )
             grads = materialize_grads(graph, param_leaves)
         else:
-            raw = compute_gradients(loss, param_leaves)
+            raw = compute_gradients(loss, loss_grad, param_leaves)
+            del loss_grad  # a gradient may be a view of it
             grads = donation.take_ownership(raw) if owned else list(map(Tensor.detach, raw))
             if self.sharded:
                 pairs = zip(grads, param_leaves, strict=True)
@@ -133,7 +139,8 @@ class ForwardBackward:
         static_outputs: list[Any] = []  # torch.func returns tensors only
 
         def scaled(param_leaves: Leaves) -> tuple[Tensor, list[Tensor]]:
-            loss, outputs = self._scaled_loss(buffers, microbatch, param_leaves)
+            outputs = self._call_loss_fn(buffers, microbatch, param_leaves)
+            loss = outputs.loss * self.scale
             if not loss.requires_grad:  # by this transform; the module's own graph does not count
                 raise independent_loss_error()
             leaves, structure = private.pytree.tree_flatten(outputs)
@@ -161,10 +168,8 @@ class ForwardBackward:
             grads = self.param_structure.with_none(grads)
         return MicrobatchResult(grads, loss, buffers, aux)
 
-    def run_forward(self, buffers: Leaves, microbatch: Any) -> tuple[Leaves, Tensor, LossOutputs]:
-        """Return the parameters, the scaled loss on its graph over them, and the outputs, in eager
-        mode.
-        """
+    def run_forward(self, buffers: Leaves, microbatch: Any) -> tuple[Leaves, LossOutputs]:
+        """Return the parameters, and the outputs on their graph over them, in eager mode."""
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self.run_forward(buffers, microbatch)
@@ -188,12 +193,12 @@ class ForwardBackward:
             ]
         read_only = [*param_leaves, *buffers]
         before = versions(read_only)
-        loss, outputs = self._scaled_loss(buffers, microbatch, param_leaves)
-        if not loss.requires_grad:
+        outputs = self._call_loss_fn(buffers, microbatch, param_leaves)
+        if not outputs.loss.requires_grad:
             raise independent_loss_error()
         if versions(read_only) != before:
             self._refuse_write(_written(read_only, before))
-        return param_leaves, loss, outputs
+        return param_leaves, outputs
 
     def _refuse_write(self, index: int) -> None:
         """Refuse a write into the parameter or, counted after these, the buffer of this number."""
@@ -210,10 +215,8 @@ class ForwardBackward:
             "0.9 * buffers['mean'] + 0.1 * x}`."
         )
 
-    def _scaled_loss(
-        self, buffers: Leaves, microbatch: Any, param_leaves: Leaves
-    ) -> tuple[Tensor, LossOutputs]:
-        """Return the loss of a call of `loss_fn` times the scale, and its outputs."""
+    def _call_loss_fn(self, buffers: Leaves, microbatch: Any, param_leaves: Leaves) -> LossOutputs:
+        """Return the results of a call of `loss_fn`, checked."""
         params = self.param_structure.unflatten(param_leaves)
         buffer_tree = self.flat_buffers.structure.unflatten(buffers)
         try:
@@ -240,8 +243,7 @@ class ForwardBackward:
                 flat=self.flat_buffers,
             )[1]
         loss = wide_loss(loss, self.scale)
-        loss = loss.reshape(()) if loss.ndim else loss
-        return loss * self.scale, LossOutputs(loss, alike, aux)
+        return LossOutputs(loss.reshape(()) if loss.ndim else loss, alike, aux)
 
 
 _REQUIRES_GRAD = (

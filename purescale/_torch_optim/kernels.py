@@ -88,7 +88,7 @@ class FusedKernel:
         if not isinstance(factor, Tensor):  # in numbers, which take no pass over the gradients
             number = 1.0 if divisor is None else divisor.item()
             if number <= factor * largest:
-                divisor = torch.scalar_tensor(number / factor, dtype=dtype, device="cpu")
+                divisor = torch.full((), number / factor, dtype=dtype, device="cpu")
                 return grads._replace(pending=pending._replace(divisor=divisor))
             factor = torch.full((), factor, dtype=torch.float64, device="cpu")
         unscaling = torch.ones_like(factor) if divisor is None else divisor

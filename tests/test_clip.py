@@ -1,6 +1,7 @@
 """Clipping."""
 
 import functools
+import itertools
 import math
 
 import hypothesis.strategies as st
@@ -58,19 +59,22 @@ SCALES = st.sampled_from([1.0, 2.0**16, 2.0**-24, 0.0, math.inf, math.nan])
 @given(
     trees(ANY),
     SCALES,
-    st.booleans(),
+    st.sampled_from([None, "scale", 4.0, 0.0]),
     st.booleans(),
     st.sampled_from([torch.float32, torch.float64]),
 )
-@example([torch.full((5,), 1e35)], 2.0**-24, True, True, torch.float32)  # beyond float32 unscaled
-@example([torch.full((9000,), 1e-25)], 1.0, True, True, torch.float32)  # whose squares vanish
-def test_what_a_cpu_reads_is_what_the_specification_computes(tree, scale, is_scaled, amax, dtype):
+@example([torch.full((5,), 1e35)], 2.0**-24, "scale", True, torch.float32)  # beyond float32
+@example([torch.full((9000,), 1e-25)], 1.0, "scale", True, torch.float32)  # squares vanish
+@example([torch.full((5,), 1e30)], math.nan, 4.0, False, torch.float32)
+def test_what_a_cpu_reads_is_what_the_specification_computes(tree, scale, divisor, amax, dtype):
     scale = torch.tensor(scale)
-    pending = Pending(scale if is_scaled else None)
-    grads = as_gradients([leaf.to(dtype) for leaf in tensors(tree)], pending)
-    for norm_type in (None, 2.0, 3.0):
+    if divisor is not None:
+        divisor = scale if divisor == "scale" else torch.tensor(divisor)
+    for norm_type, owned in itertools.product((None, 2.0, 3.0), (False, True)):
+        leaves = [leaf.to(dtype, copy=True) for leaf in tensors(tree)]
+        grads = as_gradients(leaves, Pending(divisor), owned=owned)
         options = StatsOptions(norm_type, amax=amax)
-        (read, _), exact = measure(grads, scale, options), measure_exactly(grads, scale, options)
+        exact, (read, _) = measure_exactly(grads, scale, options), measure(grads, scale, options)
         assert read.overflow == exact.overflow
         for number, expected in ((read.norm, exact.norm), (read.amax, exact.amax)):
             assert (number is None) == (expected is None)

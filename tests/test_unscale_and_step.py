@@ -66,6 +66,16 @@ def test_unscale_and_step_equals_its_parts(
         assert_close(tuple(out)[:4], expected, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+def test_parameters_come_back_off_the_graph_also_from_a_step_that_is_skipped(skip, donate):
+    params, grads = {"w": torch.ones(5, requires_grad=True)}, {"w": torch.ones(5)}
+    state = ADAMW.init(params)
+    new, _ = ps.maybe_step(ADAMW, params, grads, state, torch.tensor(skip), donate=donate)
+    assert not new["w"].requires_grad
+    assert same_bits(new["w"], torch.ones(5)) == skip
+
+
 @pytest.mark.parametrize("optimizer", [SGD, ps.from_torch(torch.optim.AdamW, counts="each")])
 def test_gradients_of_none_are_a_missing_gradient_or_refused(optimizer):
     leaf, tree, skip = torch.ones(3), {"w": torch.ones(3)}, torch.tensor(False)

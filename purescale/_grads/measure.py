@@ -86,9 +86,7 @@ def measure(
     return measure_exactly(grads, scale, options), grads
 
 
-def measure_exactly(
-    grads: Gradients, scale: Tensor, options: StatsOptions = OVERFLOW_ONLY
-) -> GradStats:
+def measure_exactly(grads: Gradients, scale: Tensor, options: StatsOptions) -> GradStats:
     """Return the stats of `measure`, by their specification: the largest magnitudes and the norm in
     the widest dtype of the device. Nothing is read.
     """
@@ -165,7 +163,7 @@ def _operator_is_exact(grads: Gradients, scale: Tensor) -> bool:
     all overflows: it multiplies by the inverse, and looks at the gradients before. Half gradients
     may be divided in float32.
     """
-    if grads.pending.divisor is None or not private.unscale_and_check_:
+    if grads.pending.divisor is not scale or not private.unscale_and_check_:
         return False
     tensor_list = grads.tensor_list
     full_precision = tensor_list.dtypes.isdisjoint(HALF)
@@ -194,9 +192,9 @@ def _stats_from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> 
     if not (enough and options.one_part and num_elements) or grads.are_sharded:
         return None
     norm, loss_scale = norm_on_host(grads.tensor_list), scale.item()
-    divisor = 1.0 if grads.pending.divisor is None else loss_scale
+    divisor = 1.0 if grads.pending.divisor is None else grads.pending.divisor.item()
     # No element is larger than the norm.
-    if not (0 < loss_scale < math.inf and norm / divisor < _SMALLEST_RANGE):
+    if not (0 < loss_scale < math.inf and 0 < divisor and norm / divisor < _SMALLEST_RANGE):
         return None
     # If the norm is this small, squares that float32 has lost could matter.
     if has_norm and norm * norm < num_elements * 2.0**-100:

@@ -233,18 +233,14 @@ def check_device_of_scale(
     tree: Tree,
     leaves: Sequence[Any],
     name: str,
-    tensor_list: TensorList | None = None,
+    tensor_list: TensorList,
 ) -> None:
     """Refuse the scales of several states, and, naming the leaf, a tensor on another device than
-    the scaler. `tensor_list` is that of the leaves, if it is known.
+    the scaler.
     """
     _check_of_one_state(scale)
     device = scale.device
-    if (
-        tensor_list is not None
-        and tensor_list.dense_without_history
-        and tensor_list.devices <= {device}
-    ):
+    if tensor_list.dense_without_history and tensor_list.devices <= {device}:
         return
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.device != device:

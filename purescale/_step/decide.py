@@ -27,7 +27,6 @@ class Decision(NamedTuple):
     grad_norm: Tensor | Any
     grad_amax: Tensor | Any
     grads: Gradients  # with the factor and the bound by which they are still to be clipped
-    only_overflow_skips: bool  # nothing else can skip the step: `skip` is `overflow`
     known_applied: bool  # the host knows that `skip` is False
 
     @property
@@ -102,9 +101,7 @@ def decide(
     if factor is not None or clip.clip_value is not None:
         pending = grads.pending._replace(clip_factor=factor, clip_value=clip.clip_value)
         grads = grads._replace(pending=pending)
-    return Decision(
-        skip, overflow, rejected, grad_norm, grad_amax, grads, only_overflow_skips, known_applied
-    )
+    return Decision(skip, overflow, rejected, grad_norm, grad_amax, grads, known_applied)
 
 
 def _reported(measured: Tensor, skip: Tensor, dtype: torch.dtype) -> Tensor:

@@ -105,7 +105,7 @@ def _next_scaler(
     else:
         names = "state.scaler", "the state that the rule returned"
         new = matching_leaves(before, updated, *names)[1]
-    if decision.only_overflow_skips:  # no mask is needed, but a rule may return its arguments
+    if decision.skip is overflow:  # no mask is needed, but a rule may return its arguments
         arguments = pytree.tensors([before, found_inf, amax])
         return new if is_unaliased else copy_aliased_leaves(new, arguments)
     # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard. A

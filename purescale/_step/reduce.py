@@ -105,7 +105,7 @@ def start_reduction(mean: WindowMean, buffers: Leaves) -> Reduction | None:
     without a group, in a trace, or if the last microbatch has to be measured first.
     """
     group = mean.options.group
-    if group is None or mean.measures_microbatches or not mean.off_graph:
+    if group is None or mean.options.measures_microbatches or not mean.off_graph:
         return None
     # The divisor depends on the weights only, so it is known before the gradients.
     weights = mean.weights.unnormalized

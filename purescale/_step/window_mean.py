@@ -43,7 +43,6 @@ class WindowMean:
         self.weights, self.forward_backward = weights, forward_backward
         self.scale, self.off_graph = forward_backward.scale, forward_backward.off_graph
         self.pending = Pending(divisor=self.scale)
-        self.measures_microbatches = options.measures_microbatches
         self.sums: list[Any] | None = None  # before the first microbatch that counts
         self.accum: AccumState | None = None  # unless the mean stays scaled
         self.overflows: list[Tensor] = []  # of each microbatch that was measured
@@ -56,7 +55,7 @@ class WindowMean:
         param_list = self.forward_backward.flat_params.tensor_list
         return (
             self.off_graph
-            and not self.measures_microbatches
+            and not self.options.measures_microbatches
             and not self.forward_backward.context.in_make_fx
             and param_list.dense_without_history
             and param_list.num_elements > _LARGE * len(param_list.tensors)
@@ -82,7 +81,7 @@ class WindowMean:
         param_list = self.forward_backward.flat_params.tensor_list
         grads = as_gradients(leaves, self.pending, param_list=param_list)
         has_weight = self.weights.has_weight[microbatch_index]
-        if self.measures_microbatches:
+        if self.options.measures_microbatches:
             self.overflows.append(measure(grads, self.scale)[0].overflow)
         if not self.options.drops_microbatches:
             self.sums = self.add_weighted(self.sums, grads.tensors, microbatch_index)

@@ -91,12 +91,6 @@ class TensorList:
         """Return True if it is known that `others` differ from these in values only."""
         return self.metadata.matcher is not None and self.metadata.matcher(others)
 
-    def shares_metadata(self, other: TensorList) -> bool:
-        """Return True if both are known to differ in values only: they are alike in a plan, or
-        `as_gradients(param_list=...)` has compared them.
-        """
-        return self.metadata is other.metadata
-
     @cached_by_metadata
     def num_elements(self) -> int:
         """The number of elements of all tensors together."""

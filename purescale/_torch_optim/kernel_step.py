@@ -130,20 +130,13 @@ class KernelStep:
         num_params = len(inputs.params)
         grads = self.kernel.fold_clip_factor(grads)
         state = structure.unflatten(leaves[num_params:])
-        are_alike = inputs.param_list.shares_metadata(grads.tensor_list)
         # The counts that kernels read are fresh, those of the leaves are written after each launch:
         # what raises, for want of memory, counts nothing.
         applied = state.applied + (1 if skip is None else ~skip)
         leaves_counted_ahead = list(leaves)
         for launch in self.launches:
             add_to_counts(leaves_counted_ahead, launch.count_indices, skip)
-        calls = self.make_calls(
-            leaves_counted_ahead,
-            applied,
-            grads,
-            step_settings,
-            grads_match_params=self.leaves_fit and are_alike,
-        )
+        calls = self.make_calls(leaves_counted_ahead, applied, grads, step_settings)
         with torch.set_grad_enabled(False):  # `no_grad` makes more calls
             for launch, call in calls:
                 self.kernel.run(call, skip)
@@ -156,7 +149,6 @@ class KernelStep:
         applied: Tensor,
         grads: Gradients,
         step_settings: StepSettings,
-        grads_match_params: bool = False,
     ) -> Iterator[tuple[LaunchPlan, KernelCall]]:
         """Yield each launch with its call, over these tensors and settings."""
         t_by_device: dict[torch.device, Tensor] = {}  # cast once for each
@@ -180,7 +172,6 @@ class KernelStep:
                 slots,
                 grads=grads.picked(launch.grad_indices),
                 counts=counts,
-                grads_match_params=grads_match_params,
             )
             yield launch, call
 

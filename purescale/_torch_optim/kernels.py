@@ -248,8 +248,6 @@ class KernelCall(NamedTuple):
     grads: Gradients
     # of the steps of each, or one for all: float32, read only; empty if none is read
     counts: list[Tensor]
-    # known: the gradients have dtype and memory order of the parameters
-    grads_match_params: bool = False
 
 
 def _grads_are_ready(call: KernelCall) -> bool:
@@ -263,9 +261,7 @@ def _grads_are_ready(call: KernelCall) -> bool:
     can_divide = grads.owned and dtype.itemsize >= 4
     if divisor is not None and not (can_divide and divisor.dtype is torch.float32):
         return False
-    return call.grads_match_params or (
-        grads.tensor_list.dtypes == {dtype} and all_same_memory_order(grads.tensors, params)
-    )
+    return grads.tensor_list.dtypes == {dtype} and all_same_memory_order(grads.tensors, params)
 
 
 def _grads_for_kernel(call: KernelCall) -> Gradients:

@@ -194,7 +194,7 @@ def _stats_from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> 
     norm, loss_scale = norm_on_host(grads.tensor_list), scale.item()
     divisor = 1.0 if grads.pending.divisor is None else grads.pending.divisor.item()
     # No element is larger than the norm.
-    if not (0 < loss_scale < math.inf and 0 < divisor and norm / divisor < _SMALLEST_RANGE):
+    if not (0 < loss_scale < math.inf and divisor > 0 and norm / divisor < _SMALLEST_RANGE):
         return None
     # If the norm is this small, squares that float32 has lost could matter.
     if has_norm and norm * norm < num_elements * 2.0**-100:

@@ -113,9 +113,9 @@ class ForwardBackward:
         # torch.func.grad would give the same bits, but refuses checkpointing around `apply` and
         # custom Functions of the older form.
         param_leaves, outputs = self.run_forward(buffers, microbatch)
-        # That of a product with the scale, by the bits. A copy, because a custom backward or a hook
-        # may write into it.
-        loss, loss_grad = outputs.loss, self.scale.to(outputs.loss.dtype, copy=True)
+        # The bits of a product with the scale. A copy, because a custom backward or a hook may write
+        # into it; autograd casts it to the dtype of the loss.
+        loss, loss_grad = outputs.loss, self.scale.clone()
         grads: list[Tensor] = []
         if on_grad is not None:
             stream_gradients(loss, loss_grad, param_leaves, on_grad, refuse_repeats=refuse_repeats)

@@ -548,3 +548,20 @@ def test_a_window_uses_the_momentum_of_the_layer(momentum):
     new = stepped(*ps.make_functional(model), x).buffers["bn.running_mean"]
     pooled = torch.cat([x, x + 1]).mean(0)
     torch.testing.assert_close(new, pooled * (momentum or 1.0), rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_is_pooled_without_a_count_of_batches():
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    model[0].num_batches_tracked = None
+    apply, params, buffers = ps.make_functional(model)
+    settings = {
+        "loss_fn": mean_square_of(apply),
+        "optimizer": ps.from_torch(torch.optim.SGD, lr=0.1),
+        "rule": ps.DynamicScale(),
+    }
+    state = ps.init_train_state(params, buffers, settings["optimizer"], settings["rule"])
+    window = [torch.randn(4, 2) for _ in range(2)]
+    new, _ = ps.train_step(state, window, bn_update="window", **settings)
+    mean = torch.cat(window).mean(0)
+    torch.testing.assert_close(new.buffers, {**new.buffers, "0.running_mean": 0.1 * mean})
+    assert new.buffers.keys() == buffers.keys()

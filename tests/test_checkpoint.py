@@ -757,3 +757,9 @@ def test_a_kill_at_any_line_of_save_leaves_the_old_or_the_new_state(tmp_path):
     assert code == 0
     assert values == sorted(values)
     assert set(values) == {1, 2}
+
+
+def test_a_sparse_leaf_is_saved_and_loaded(tmp_path):
+    tree = {"s": torch.eye(2).to_sparse()}
+    ps.save(tmp_path / "file", tree)
+    assert ps.load(tmp_path / "file", like=tree)["s"].to_dense().equal(torch.eye(2))

@@ -205,3 +205,16 @@ def test_a_compiled_step_that_donates_counts_in_the_memory_of_the_counts():
     out = compiled(scaler, params, ps.clone(params), state)
     assert {count.data_ptr() for count in out.opt_state.counts.values()} == addresses
     assert all(count == 1 for count in out.opt_state.counts.values())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ({"w": torch.ones(2)}, {"v": torch.ones(2)}, r"missing \['w'\]; not in old: \['v'\]"),
+        ([{"w": torch.ones(2)}], [{"w": torch.ones(3)}], r"old\[0\]\['w'\] is torch.float32"),
+    ],
+)
+def test_an_error_names_the_paths_while_compiling_too(old, new, words):
+    select = torch.compile(ps.select, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
+        select(torch.tensor(True), old, new)

@@ -161,3 +161,17 @@ def test_sparse_gradients_may_pass_through_a_donating_program():
     with jit_by("drops copies"):  # inductor has no sparse tensors
         result, _ = ps.jit(step, donate=0)(clone(state), torch.tensor([1, 3]))
     assert_close(result.params, expected.params)
+
+
+def test_a_scale_that_a_rule_returns_on_a_graph_is_not_written_into_the_old_one():
+    factor = torch.tensor(2.0, requires_grad=True)
+
+    class OnGraph(ps.DynamicScale):
+        def update(self, scaler, found_inf):
+            return scaler._replace(scale=scaler.scale * factor)
+
+    rule = OnGraph(init_scale=4.0)
+    state = ps.init_train_state({"w": torch.ones(2)}, {}, SGD, rule)
+    settings = {"loss_fn": lambda p, b, x: ((p["w"] * x).sum(), b), "optimizer": SGD, "rule": rule}
+    new, _ = ps.train_step(state, [torch.ones(2)], donate=True, **settings)
+    assert torch.autograd.grad(new.scaler.scale, factor)[0] == 4.0

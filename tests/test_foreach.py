@@ -496,3 +496,11 @@ def test_a_large_half_gradient_stays_finite_beside_a_complex_parameter(accelerat
         out = ps.unscale_and_step(sgd, scaler, params, grads, sgd.init(params))
     assert not out.found_inf
     assert out.params["half"].tolist() == [-65504.0] * 5
+
+
+def test_the_flat_view_of_tensors_in_two_storages_is_a_copy():
+    x = torch.arange(6.0)
+    parts = [x[:3], torch.zeros(6)[3:]]
+    assert foreach.flat_view(parts).equal(torch.cat(parts))
+    parts = [torch.empty(0), torch.ones(3)]
+    assert foreach.flat_view(parts).equal(torch.ones(3))

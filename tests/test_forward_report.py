@@ -465,3 +465,15 @@ def test_it_prints_the_calls_around_the_first_that_is_not_finite():
 def test_a_function_that_calls_no_module_is_refused():
     with pytest.raises(ValueError, match=r"no module returned.*Fix: .*make_functi"):
         ps.forward_report(lambda p, b, x: (p["w"] * x, b), {"w": torch.ones(1)}, {}, 1.0)
+
+
+def test_the_printed_verdict_says_that_the_inputs_were_not_finite():
+    apply, params, buffers = ps.make_functional(nn.Linear(1, 1))
+    report = ps.forward_report(apply, params, buffers, torch.full((1, 1), math.nan))
+    assert "the outermost module was given inf or NaN. First: (inputs)" in str(report)
+
+
+def test_a_returned_tensor_of_a_dtype_without_arithmetic_is_left_out():
+    model = module_of(lambda m, x: (x, x.to(torch.float8_e4m3fn)))
+    report = ps.forward_report(*ps.make_functional(model), torch.full((1,), 2.0))
+    assert [float(row.amax) for row in report.rows] == [2.0]

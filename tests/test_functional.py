@@ -948,3 +948,42 @@ def test_what_deepcopy_follows_works_on_the_copy(change):
         assert not same_bits(apply(moved, buffers, x)[0], out)
     torch.testing.assert_close(out, net(x).detach())
     torch.testing.assert_close(new_buffers, dict(net.named_buffers()))
+
+
+class Computed(nn.Linear):
+    """It keeps a tensor that was computed from its weight."""
+
+    def __init__(self, use):
+        super().__init__(2, 2)
+        self.double, self.use = 2 * self.weight, use
+
+    def forward(self, x):
+        return super().forward(x) + self.use(self.double)
+
+
+def test_a_method_of_a_computed_tensor_is_refused_and_a_copy_is_not():
+    x = torch.ones(1, 2)
+    apply, params, buffers = ps.make_functional(Computed(lambda t: t.sum()))
+    with pytest.raises(RuntimeError, match="double of the model was computed from a parameter"):
+        apply(params, buffers, x)
+    model = Computed(lambda t: float(copy.copy(t) is t))
+    apply, params, buffers = ps.make_functional(model)
+    assert apply(params, buffers, x)[0].equal(nn.functional.linear(x, model.weight, model.bias))
+
+
+def test_a_method_that_is_a_partial_is_bound_to_the_copy():
+    model = nn.Linear(2, 2)
+    model.twice = types.MethodType(functools.partial(lambda self, x: 2 * self(x)), model)
+    holder = nn.Sequential(model)
+    holder.forward = functools.partial(lambda m, x: m.twice(x), model)
+    apply, params, buffers = ps.make_functional(holder)
+    zeros = {name: torch.zeros_like(leaf) for name, leaf in params.items()}
+    assert apply(zeros, buffers, torch.ones(1, 2))[0].equal(torch.zeros(1, 2))
+
+
+def test_a_closure_over_a_weak_reference_to_a_part_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2))
+    part = weakref.ref(model[0])
+    model.call = lambda x: part()(x)
+    with pytest.raises(ValueError, match="holds its module 0, which `apply` cannot replace"):
+        ps.make_functional(model)

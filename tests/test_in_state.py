@@ -531,3 +531,11 @@ def test_a_restored_momentum_goes_on_where_the_count_starts_anew(in_state):
         if step >= 2:
             params, state = optimizer.step(params, {"w": live.grad}, state)
     torch.testing.assert_close(params["w"], live.detach())
+
+
+def test_a_rate_that_is_a_tensor_is_copied_into_the_state():
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    state = ps.from_torch(OPTIM.SGD, lr=rate, in_state=("lr",)).init({"w": torch.ones(2)})
+    assert state.lr.dtype is torch.float32
+    rate.zero_()
+    assert state.lr == torch.tensor(0.1)

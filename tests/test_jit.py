@@ -542,3 +542,19 @@ def test_graphs_for_other_structures_are_said_to_differ_in_structure(caplog):
     for size in range(1, 10):
         jitted({str(index): torch.ones(2) for index in range(size)})
     assert "differ in structure" in messages(caplog)[0]
+
+
+def test_a_write_by_an_operator_into_a_tensor_from_outside_is_refused():
+    outside = torch.zeros(2)
+    step = ps.jit(lambda x: torch.ops.aten.add_.Tensor(outside, x), backend="aot_eager")
+    with pytest.raises(ValueError, match="writes into a tensor that it closes over"):
+        step(torch.ones(2))
+
+
+def test_a_function_with_a_loop_of_operators_is_jitted():
+    def double(x):
+        return torch.ops.higher_order.while_loop(
+            lambda n, x: n < 3, lambda n, x: (n + 1, 2 * x), (torch.tensor(0), x), ()
+        )[1]
+
+    assert ps.jit(double, backend="aot_eager")(torch.ones(2)).equal(torch.full((2,), 8.0))

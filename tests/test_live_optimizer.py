@@ -313,3 +313,10 @@ def test_the_optimizer_of_a_live_one_shows_the_settings_that_are_not_torchs_defa
     live = getattr(torch.optim, name)(model.parameters(), lr=0.5, weight_decay=0.25)
     optimizer, _ = ps.from_torch_optimizer(live, model)
     assert repr(optimizer) == f"from_torch({name}, lr=0.5, weight_decay=0.25)"
+
+
+def test_a_number_in_the_state_that_no_group_has_is_refused_by_its_name():
+    model = nn.Linear(2, 1)
+    theirs = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="SGD has no setting 'bogus'"):
+        ps.from_torch_optimizer(theirs, model, in_state=("bogus",))

@@ -854,3 +854,42 @@ def test_a_window_that_drops_takes_every_scale(exponent):
     new, _ = step(state, [1.0, 3.0], on_nonfinite="drop_microbatch")
     if exponent > -130:  # below that a gradient of 2**-8 underflows
         assert new.params["w"].tolist() == [1 - 2.0**-7] * 4
+
+
+def test_large_gradients_that_are_all_none_are_those_of_an_independent_loss():
+    class Independent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    def loss_fn(params, buffers, x):
+        return Independent.apply(params["w"]), buffers
+
+    state, step = started({"w": torch.ones(2**17)}, None, SGD, RULE, loss_fn=loss_fn)
+    with pytest.raises(ValueError, match="the loss does not depend on params"):
+        step(state, [torch.ones(1)] * 2)
+
+
+def test_a_window_in_which_nothing_has_a_weight_is_skipped():
+    state, step = started(
+        {"w": torch.ones(2)}, lambda p, x: (p["w"] * x).sum(), weight_fn=lambda x: 0.0
+    )
+    new, info = step(state, [torch.ones(2)] * 2)
+    assert new.params["w"].equal(torch.ones(2))
+    assert info.found_inf
+
+
+def test_a_microbatch_may_be_a_function_under_a_transform():
+    def loss_fn(params, buffers, x):
+        return (params["w"] * x).sum(), buffers
+
+    state, step = started({"w": torch.ones(2)}, None, SGD, RULE, loss_fn=loss_fn)
+
+    def total(x):
+        return step(state, [lambda: x])[0].params["w"].sum()
+
+    assert torch.func.grad(total)(torch.ones(2)).equal(-torch.ones(2))

@@ -328,3 +328,8 @@ def test_further_norm_weights_can_be_named():
     named = dataclasses.replace(apply, norm_params=apply.norm_params | {"gamma"})
     for each, dtype in ((apply, f16), (named, f32)):
         assert ps.with_policy(each, HALF)(params, buffers, torch.ones(1, 2))[0][1] is dtype
+
+
+def test_a_policy_that_is_not_a_string_is_refused():
+    with pytest.raises(TypeError, match="policy takes a string, got 3"):
+        ps.policy(3)

@@ -1,5 +1,6 @@
 """precise_bn: the statistics of a whole loader, in one pass or layer by layer."""
 
+import itertools
 import logging
 
 import hypothesis.strategies as st
@@ -226,3 +227,18 @@ def test_sequential_goes_through_the_loader_once_a_layer_with_its_own_estimator(
     assert len(passes) == 2
     pooled, _ = precise(Rescaled(), Loader(), normalize="sequential")
     assert (within["a.running_var"] < 0.5 * pooled["a.running_var"]).all()
+
+
+def test_a_batch_without_an_array_has_as_many_samples_as_its_first_argument_has_entries():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(1)
+
+        def forward(self, words, wide=None):
+            return self.norm(torch.tensor([[float(len(word))] for word in words]))
+
+    parts, taken = ps.make_functional(Words()), []
+    loader = (taken.append(n) or ["a" * n, "bb"] for n in itertools.count(1))
+    ps.precise_bn(*parts, loader, num_samples=4, call=lambda forward, words: forward(words))
+    assert taken == [1, 2]

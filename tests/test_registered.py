@@ -340,3 +340,17 @@ def test_a_parameter_in_a_class_which_no_copy_has_is_refused_by_name(value_of, n
 def test_constants_and_instances_in_a_class_are_taken(value_of):
     net, x = in_a_class(value_of), torch.ones(1, 3)
     assert same_bits(called(net, x)[0], net(x).detach())
+
+
+def test_a_model_is_made_functional_under_a_transform():
+    def scaled(weight):
+        apply, params, buffers = ps.make_functional(module_of(lambda m, x: m.w * x, w=weight))
+        return apply(params, buffers, 3.0)[0]
+
+    assert torch.vmap(scaled)(torch.ones(2, 1)).equal(torch.full((2, 1), 3.0))
+
+
+def test_a_model_that_is_not_initialised_takes_no_parameters():
+    params = {"weight": torch.ones(3, 2), "bias": torch.ones(3)}
+    with pytest.raises(ValueError, match="weight is not initialised yet"):
+        ps.load_into(nn.LazyLinear(3), params, {})

@@ -3,6 +3,7 @@
 import math
 import re
 from fractions import Fraction
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import pytest
@@ -397,3 +398,23 @@ def test_complex_zeros_unscale_to_zeros_at_every_scale(scale, dtype):
     assert unscaled[0].tolist() == [0, 0]
     assert unscaled[0].dtype is torch.complex64
     assert not found_inf
+
+
+def test_a_state_with_the_fields_of_a_rule_and_more_is_one_of_the_rule():
+    class Wider(NamedTuple):
+        scale: torch.Tensor
+        growth_tracker: torch.Tensor
+        hysteresis_tracker: torch.Tensor
+        consecutive_skips: torch.Tensor
+        other: int = 0
+
+    rule = ps.DynamicScale()
+    state, bad = rule.init(), torch.tensor(True)
+    assert same_bits(rule.update(Wider(*state), bad), rule.update(state, bad))
+
+
+def test_an_update_whose_signature_python_does_not_know_is_taken():
+    class Rule(ps.DynamicScale):
+        update = max
+
+    assert not rules.check_rule(Rule()).takes_amax

@@ -322,3 +322,16 @@ def test_bfloat16_gradients_stay_bfloat16():
         at(2.0), [torch.ones(2, dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)]
     )
     assert [t.dtype for t in unscaled] == [torch.bfloat16] * 2
+
+
+def test_compiled_and_donated_gradients_are_unscaled_in_their_own_memory():
+    state, grads = ps.DynamicScale(init_scale=2.0).init(), {"w": torch.full((2,), 4.0)}
+    unscale = torch.compile(
+        lambda state, grads: ps.unscale_and_check(state, grads, donate=True),
+        backend="eager",
+        fullgraph=True,
+    )
+    address = grads["w"].data_ptr()
+    new, _ = unscale(state, grads)
+    assert new["w"].equal(torch.full((2,), 2.0))
+    assert new["w"].data_ptr() == address

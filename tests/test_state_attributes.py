@@ -372,3 +372,18 @@ def test_a_view_of_a_state_is_refused_where_it_is_read():
     apply, params, buffers = ps.make_functional(model, ("history",))
     with pytest.raises(RuntimeError, match=r"last of the model was computed from.*Fix: "):
         apply(params, buffers, torch.ones(2))
+
+
+def test_an_attribute_that_becomes_another_dtype_is_told():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = nn.Linear(2, 2), torch.zeros(2)
+
+        def forward(self, x):
+            self.last = torch.zeros(2, dtype=torch.float64)
+            return self.linear(x)
+
+    apply, params, buffers = ps.make_functional(Counting())
+    with pytest.warns(UserWarning, match="last"):
+        apply(params, buffers, torch.ones(1, 2))

@@ -540,3 +540,11 @@ def test_a_scheduler_that_ends_at_the_last_step_is_refused_and_nothing_is_half_w
     state = train_here(taken, batches(3))
     back = functools.partial(torch_amp.give_back, state, *taken[1:3], *live.all)
     refused(live, "out of range", back)
+
+
+def test_a_number_in_the_state_stands_beside_a_scheduled_rate():
+    model = nn.Linear(2, 1)
+    theirs = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = lr_scheduler.StepLR(theirs, 3)
+    took = torch_amp.take_over(model, theirs, None, scheduler, steps=6, in_state=("momentum",))
+    assert took[-1].opt_state.hyper["momentum"] == torch.tensor(0.9)

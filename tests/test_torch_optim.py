@@ -645,3 +645,14 @@ def test_a_rate_that_torchs_lists_refuse_as_a_tensor_reaches_them_as_a_number(mo
     expected, _ = ours(ps.from_torch(OPTIM.AdamW, **moving), steps=3)
     got, _ = ours(ps.from_torch(OPTIM.AdamW, foreach=True, **moving), steps=3)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_no_parameters_have_a_state_without_slots():
+    state = ps.from_torch(OPTIM.AdamW, lr=0.1).init({})
+    assert not tensors(state.slots)
+    assert not state.applied
+
+
+def test_a_complex_parameter_is_refused_by_a_class_that_needs_the_whole_of_it():
+    with pytest.raises(ValueError, match="given a complex parameter"):
+        ps.from_torch(OPTIM.Adafactor, lr=0.1).init({"w": torch.ones(2, 2, dtype=torch.complex64)})

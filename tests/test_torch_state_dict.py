@@ -335,3 +335,17 @@ def test_a_group_of_torchs_that_is_two_here_is_refused():
     message = r"param_groups\[0\] has body.weight, .*head.bias, which are in several groups here"
     with pytest.raises(ValueError, match=message):
         optimizer.to_state_dict(state, like=theirs.state_dict())
+
+
+def test_a_step_count_may_be_a_number():
+    params = {"w": torch.ones(2)}
+    entry = {"step": 3, "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    sd = {"state": {0: entry}, "param_groups": [{"params": [0]}]}
+    assert ps.from_torch(OPTIM.Adam, lr=0.1).from_state_dict(sd, params).applied == 3
+
+
+def test_a_number_where_a_state_holds_several_is_refused():
+    optimizer = ps.from_torch(OPTIM.Adam, lr=0.1, in_state=("betas",))
+    sd = {"state": {}, "param_groups": [{"params": [0], "betas": 0.9}]}
+    with pytest.raises(ValueError, match=r"has betas = 0.9; expected what Adam has there"):
+        optimizer.from_state_dict(sd, {"w": torch.ones(2)})

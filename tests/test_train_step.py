@@ -370,3 +370,21 @@ def test_a_step_over_fake_tensors_reads_no_value_inside_of_their_mode_and_outsid
     with mode if inside else contextlib.nullcontext():
         state, info = step(state, window, max_norm=max_norm)
     assert isinstance(info.loss, FakeTensor)
+
+
+def test_the_state_of_an_optimizer_with_init_and_step_alone_may_hold_none():
+    class Plain:
+        def init(self, params):
+            return {"none": None, "too": None}
+
+        def step(self, params, grads, opt_state):
+            return {name: p - grads[name] for name, p in params.items()}, opt_state
+
+    def loss_fn(params, buffers, x):
+        return (params["w"] * x).sum(), buffers
+
+    state = ps.init_train_state({"w": torch.ones(2)}, {}, Plain(), RULE)
+    settings = {"loss_fn": loss_fn, "optimizer": Plain(), "rule": RULE}
+    new, _ = ps.train_step(state, [torch.ones(2)], **settings)
+    assert new.opt_state == {"none": None, "too": None}
+    assert new.params["w"].equal(torch.zeros(2))

@@ -252,3 +252,9 @@ def test_a_tensor_that_would_come_back_as_a_number_is_refused_and_no_other():
     _, state = optimizer.step(params, params, optimizer.init(params))
     _, state = optimizer.step(params, params, state)
     assert same_bits(state.slots["w"]["n"], value)
+
+
+def test_the_state_of_other_parameters_is_refused():
+    optimizer = ps.from_torch(Lion, lr=0.1)
+    with pytest.raises(ValueError, match="opt_state knows the parameters v, params has w"):
+        optimizer.step({"w": TWO}, {"w": TWO}, optimizer.init({"v": TWO}))

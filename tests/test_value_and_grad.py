@@ -552,3 +552,28 @@ def test_a_slope_by_autograd_in_a_mapped_loss_is_refused_with_the_cure():
     with pytest.raises(RuntimeError) as raised:
         torch.vmap(lambda x: fn(params, {}, x))(torch.ones(3, 2))
     assert "torch.func.grad(function)(x)" in raised.value.__notes__[0]
+
+
+def test_a_loss_whose_signature_python_does_not_know_raises_its_own_error():
+    with pytest.raises(TypeError, match="'>' not supported"):
+        ps.value_and_grad(max)({"w": torch.ones(1)}, {}, torch.ones(1))
+
+
+def test_in_a_compiled_function_a_compiled_loss_is_taken():
+    def loss_fn(params, buffers, x):
+        return (params["w"] * x).sum(), buffers
+
+    inner = torch.compile(loss_fn, backend="eager")
+
+    def step(params, x):
+        return ps.value_and_grad(inner)(params, {}, x)[1]
+
+    args = {"w": torch.ones(2)}, torch.tensor([2.0, 3.0])
+    assert torch.compile(step, backend="eager", fullgraph=True)(*args)["w"].equal(args[1])
+
+
+def test_under_autocast_no_weight_fn_may_be_given_by_its_name():
+    state, step = started({"w": torch.ones(2)}, lambda p, x: (p["w"] * x).sum(), weight_fn=None)
+    with torch.autocast("cpu"):
+        new, _ = step(state, [torch.ones(2)])
+    assert new.params["w"].equal(torch.zeros(2))

@@ -14,6 +14,7 @@ from helpers import Untouched, clone, examples, generator_of, started
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import purescale as ps
 from purescale.testing import same_bits
@@ -643,3 +644,38 @@ def test_runs_in_threads_with_their_own_generators_draw_as_runs_alone():
 def test_a_bar_shows_the_steps_that_are_pulled_back(capfd):
     ps.vjp_through(lambda x, i: (x * i, ()), torch.ones(2), [1.0] * 4, torch.sum, progress=True)
     assert "4/4" in capfd.readouterr().err
+
+
+def weight_sgd():
+    def loss_fn(params, buffers, x):
+        return (params["w"] * params["v"] * x).square().sum(), buffers
+
+    state, step = started({"w": torch.ones(2), "v": torch.ones(2)}, loss_fn=loss_fn)
+    return state, lambda state, x: step(state, [x])
+
+
+def test_a_cotangent_is_a_tree_like_the_state_and_an_empty_tuple_is_zero():
+    state, step = weight_sgd()
+    zero = tree_map(lambda _: (), state)
+    ones = zero._replace(params={"w": torch.ones(2), "v": ()})
+    by_w = ps.vjp_through(step, state, [torch.ones(2)], ones)
+    by_sum = ps.vjp_through(step, state, [torch.ones(2)], lambda final: final.params["w"].sum())
+    assert same_bits(by_w.state.params, by_sum.state.params)
+    with pytest.raises(ValueError, match="expected a tree like the final state"):
+        ps.vjp_through(step, state, [torch.ones(2)], [1])
+
+
+def test_what_a_skipped_step_moves_may_have_no_part_in_the_derivative():
+    state, step = weight_sgd()
+
+    def counted(pair, x):
+        new, info = step(pair[0], x)
+        return (new, {"a": pair[1]["a"] * 0.9}), info
+
+    def run(cotangent):
+        pair, bad = (state, {"a": torch.ones(2)}), torch.tensor([torch.inf, 1.0])
+        return ps.vjp_through(counted, pair, [bad], cotangent).state[0].params["w"]
+
+    assert run(lambda final: final[0].params["w"].sum()).equal(torch.ones(2))
+    with pytest.raises(ValueError, match="step 0 was skipped, and moved"):
+        run(lambda final: final[1]["a"].sum())

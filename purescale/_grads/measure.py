@@ -211,7 +211,7 @@ _SMALLEST_RANGE = torch.finfo(torch.bfloat16).max
 # ---- the largest magnitude -----------------------------------------------------------------------
 
 
-def _amax(stats: LocalStats, divisor: Tensor, group: Group | None = None) -> Tensor:
+def _amax(stats: LocalStats, divisor: Tensor, group: Group | None) -> Tensor:
     """Return the largest unscaled magnitude in float32; a finite float64 stays finite."""
     amaxes = [cast_saturating(top / divisor, torch.float32) for top in stats.scaled_amaxes.values()]
     if not amaxes:

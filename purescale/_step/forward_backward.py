@@ -113,8 +113,8 @@ class ForwardBackward:
         # torch.func.grad would give the same bits, but refuses checkpointing around `apply` and
         # custom Functions of the older form.
         param_leaves, outputs = self.run_forward(buffers, microbatch)
-        # The bits of a product with the scale. A copy, because a custom backward or a hook may write
-        # into it; autograd casts it to the dtype of the loss.
+        # The bits of a product with the scale. A copy, because a custom backward or a hook may
+        # write into it; autograd casts it to the dtype of the loss.
         loss, loss_grad = outputs.loss, self.scale.clone()
         grads: list[Tensor] = []
         if on_grad is not None:

@@ -38,7 +38,7 @@ def storage_pointers(leaves: Sequence[Any]) -> list[int | None]:
         try:
             storages = map(Tensor.untyped_storage, leaves)
             return list(map(torch.UntypedStorage.data_ptr, storages))
-        except (RuntimeError, NotImplementedError):  # one of them is sparse
+        except RuntimeError:  # one of them is sparse
             pass
     return list(map(storage_pointer, leaves))
 
@@ -53,7 +53,7 @@ def storage_pointer(leaf: Any) -> int | None:
             return local.untyped_storage().data_ptr()
         values = private.values(leaf) if leaf.layout is torch.sparse_coo else leaf.values()
         return values.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return None
 
 
@@ -74,7 +74,7 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
 
 def can_write_each(
     lists: Sequence[TensorList],
-    others: Sequence[Any] = (),
+    others: Sequence[Any],
     pointers: Sequence[list[int | None]] = (),
 ) -> list[bool]:
     """Return `can_write` for each list, where the other lists count among its `others`. `pointers`

@@ -179,7 +179,7 @@ def divide(tensors: Sequence[Tensor], divisor: Tensor, *, in_place: bool = False
     return _with_operand(*ops, wide, divisor, in_place=in_place or (is_fresh and not traced()))
 
 
-def multiply(tensors: Sequence[Tensor], factor: Tensor, *, in_place: bool = False) -> list[Tensor]:
+def multiply(tensors: Sequence[Tensor], factor: Tensor, *, in_place: bool) -> list[Tensor]:
     """Multiply each tensor by a 0-d tensor, in its own dtype."""
     ops = torch.mul, listops.mul, listops.mul_
     return _with_operand(*ops, tensors, factor, in_place=in_place)

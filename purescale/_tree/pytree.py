@@ -240,10 +240,8 @@ def keys(tree: Tree) -> list[tuple[str, ...]]:
 
 
 def path(tree: Tree, name: str, index: int) -> str:
-    """Return the path of leaf `index`, as Python; while compiling, its number, because optree
-    cannot be traced.
-    """
-    return f"leaf {index}" if torch.compiler.is_dynamo_compiling() else paths(tree, name)[index]
+    """Return the path of leaf `index`, as Python."""
+    return paths(tree, name)[index]
 
 
 def describe_argument(tree: Any) -> str:

@@ -187,14 +187,11 @@ def add_microbatch(
                 in_place=in_place,
             )
             num_good = min(num_good + 1, torch.iinfo(accum.num_good.dtype).max)
-            return AccumState(
-                grads,
-                accum.weight + weight,
-                accum.found_inf.clone(),
-                accum.num_good.new_full((), num_good),
-                accum.num_bad.clone(),
-                accum.bad_weight.clone(),
-            )
+            found_inf, _, num_bad, bad_weight = map(Tensor.item, accum[2:])
+            numbers = before + number, found_inf, num_good, num_bad, bad_weight
+            pairs = zip(accum[1:], numbers, strict=True)
+            fields = [torch.full((), n, dtype=old.dtype, device="cpu") for old, n in pairs]
+            return AccumState(grads, *fields)
     usable = is_weight(weight)
     good = ~bad & usable & (weight > 0)
     bad = (bad & (weight > 0)) | ~usable

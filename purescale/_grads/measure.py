@@ -176,11 +176,14 @@ def _operator_is_exact(grads: Gradients, scale: Tensor) -> bool:
 
 def _stats_from_operator(grads: Gradients, scale: Tensor) -> tuple[GradStats, Gradients]:
     """Return the stats, and the gradients unscaled in place."""
-    flag = scale.new_zeros(())
-    private.unscale_and_check_(grads.tensors, flag, scale.reciprocal())
+    numbers = 0.0, 1 / scale.item()
+    # By `full`, as all numbers of a step: an operator that has just run takes a fifth of the time.
+    flag, inverse = [torch.full((), n, dtype=torch.float32, device="cpu") for n in numbers]
+    private.unscale_and_check_(grads.tensors, flag, inverse)
     torch.autograd.graph.increment_version(grads.tensors)  # the operator does not count its write
-    overflow = flag.bool()
-    stats = GradStats(overflow, None, None, read_as_finite=not overflow)
+    finite = flag.item() == 0
+    overflow = torch.full((), not finite, device="cpu")
+    stats = GradStats(overflow, None, None, read_as_finite=finite)
     return stats, grads._replace(pending=NOTHING_PENDING)
 
 

@@ -332,7 +332,8 @@ def update_on_host(rule: DynamicScale, scaler: ScalerState, *, overflow: bool) -
     scale = min(max(scale, rule.min_scale), rule.max_scale)
     skips = min(skips, 2**31 - 2) + 1 if overflow else 0
     numbers = scale, clean_steps, tolerance, skips
-    return ScalerState(*map(torch.full_like, scaler, numbers))
+    pairs = zip(scaler, numbers, strict=True)
+    return ScalerState(*[torch.full((), n, dtype=old.dtype, device="cpu") for old, n in pairs])
 
 
 def may_update_on_host(scaler: Any, found_inf: Tensor) -> bool:

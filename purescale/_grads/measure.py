@@ -122,11 +122,11 @@ def _stats_over_mesh(grads: Gradients, divisor: Tensor, norm_type: float | None)
 
     def stats_of(tensors: list[Tensor], norm_type: float | None) -> LocalStats:
         if grads.are_sharded:
-            return mesh_stats(tensors, grads.present_templates, divisor, norm_type)
+            return mesh_stats(tensors, grads.present_sources, divisor, norm_type)
         return local_stats(tensors, divisor, norm_type)
 
     # For p = 2 the parts give the same norm.
-    if norm_type in (None, 2) or not any(map(Tensor.is_complex, grads.present_templates)):
+    if norm_type in (None, 2) or not any(map(Tensor.is_complex, grads.present_sources)):
         return stats_of(grads.tensors, norm_type)
     stats = stats_of(grads.tensors, None)
     return stats._replace(norm=stats_of(_magnitudes(grads), norm_type).norm)
@@ -136,9 +136,9 @@ def _magnitudes(grads: Gradients) -> list[Tensor]:
     """Return the gradients with the magnitude in place of each complex number."""
     return [
         torch.linalg.vector_norm(tensor, dim=-1, dtype=widest_float(tensor.device))
-        if template.is_complex()
+        if source.is_complex()
         else tensor
-        for tensor, template in zip(grads.tensors, grads.present_templates, strict=True)
+        for tensor, source in zip(grads.tensors, grads.present_sources, strict=True)
     ]
 
 
@@ -232,18 +232,19 @@ def _amax(stats: LocalStats, divisor: Tensor, group: Group | None) -> Tensor:
 
 
 def mesh_stats(
-    tensors: Sequence[Tensor], templates: Sequence[Any], divisor: Tensor, norm_type: float | None
+    tensors: Sequence[Tensor],
+    source_leaves: Sequence[Any],
+    divisor: Tensor,
+    norm_type: float | None,
 ) -> LocalStats:
-    """Return the stats of shards that `divisor` unscales, the same on all ranks of their meshes.
-    Plain tensors count once.
-
-    `templates`: the leaf that each tensor is a shard of. Every rank makes the same reductions, also
-    with an empty shard.
+    """Return the stats of shards of these leaves, which `divisor` unscales, the same on all ranks
+    of their meshes. Plain tensors count once. Every rank makes the same reductions, also with an
+    empty shard.
     """
     shards: dict[Any, list[Tensor]] = {(None, 1): []}
-    for tensor, template in zip(tensors, templates, strict=True):
-        sharded = dtensor.is_dtensor(template)
-        key = (template.device_mesh, num_replicas(template)) if sharded else (None, 1)
+    for tensor, source in zip(tensors, source_leaves, strict=True):
+        sharded = dtensor.is_dtensor(source)
+        key = (source.device_mesh, num_replicas(source)) if sharded else (None, 1)
         shards.setdefault(key, []).append(tensor)
     stats = {key: local_stats(shard, divisor, norm_type) for key, shard in shards.items()}
     plain = stats.pop((None, 1))

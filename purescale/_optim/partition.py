@@ -158,9 +158,9 @@ class PartitionOptimizer(FlatOptimizer):
         indices = [inputs.param_structure.grad_indices[index] for index in param_indices]
         tensors = [grads.tensors[index] for index in indices if index is not None]
         leaf_indices = inputs.param_structure.leaf_indices
-        templates = [grads.templates[leaf_indices[index]] for index in param_indices]
-        picked = grads._replace(tensor_list=TensorList(tensors), templates=templates)
-        if not any_dtensor(templates):
+        source_leaves = [grads.source_leaves[leaf_indices[index]] for index in param_indices]
+        picked = grads._replace(tensor_list=TensorList(tensors), source_leaves=source_leaves)
+        if not any_dtensor(source_leaves):
             return picked
         flat = FlatTree.of(part_inputs.param_structure.unflatten(picked.leaves))
         return part_inputs.make_gradients(flat)._replace(pending=grads.pending)

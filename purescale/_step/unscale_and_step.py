@@ -170,9 +170,9 @@ def unscale_and_step(
     inputs, grads, [flat_scaler] = flat_optimizer.prepare_by_hand(
         params, scaled_grads, opt_state, scaler
     )
-    check_device_of_scale(scale, params, grads.templates, "grads", grads.tensor_list)
+    check_device_of_scale(scale, params, grads.source_leaves, "grads", grads.tensor_list)
     if clip.clip_value is not None and not grads.all_plain_dense:
-        refuse_complex(params, grads.templates, "grads")
+        refuse_complex(params, grads.source_leaves, "grads")
     may_write = MayWrite()
     if donate:
         read_only = [*pytree.all_tensors(flat_scaler.leaves), *clip.tensor_bounds]

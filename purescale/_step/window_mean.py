@@ -126,4 +126,4 @@ class WindowMean:
         mean = as_gradients(sums, pending, owned=self.off_graph, param_list=param_list)
         all_plain_dense = param_list.dense_without_history or are_plain_dense(leaves)
         # It takes the form of the parameters.
-        return mean._replace(templates=leaves, all_plain_dense=all_plain_dense)
+        return mean._replace(source_leaves=leaves, all_plain_dense=all_plain_dense)

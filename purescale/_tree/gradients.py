@@ -40,8 +40,8 @@ class Gradients(NamedTuple):
     """
 
     tensor_list: TensorList  # of the tensors
-    templates: Sequence[Any]  # leaves whose form results get, with None; no Partial placement
-    all_plain_dense: bool  # True if the templates are dense and real, so that tensors are leaves
+    source_leaves: Sequence[Any]  # leaves whose form results get, with None; no Partial placement
+    all_plain_dense: bool  # True if these leaves are dense and real, so that tensors are leaves
     pending: Pending = NOTHING_PENDING
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
 
@@ -66,7 +66,7 @@ class Gradients(NamedTuple):
     @property
     def are_sharded(self) -> bool:
         """True if one of them is the shard of a DTensor."""
-        return not self.all_plain_dense and dtensor.any_dtensor(self.templates)
+        return not self.all_plain_dense and dtensor.any_dtensor(self.source_leaves)
 
     @property
     def factor_dtype(self) -> torch.dtype:
@@ -81,8 +81,8 @@ class Gradients(NamedTuple):
             return list(results)
         remaining = iter(results)
         return [
-            None if template is None else _in_form_of(template, next(remaining))
-            for template in self.templates
+            None if source is None else _in_form_of(source, next(remaining))
+            for source in self.source_leaves
         ]
 
     def picked(self, indices: Sequence[int]) -> Gradients:
@@ -90,11 +90,11 @@ class Gradients(NamedTuple):
         tensor_list = self.tensor_list.picked(indices)
         if tensor_list is self.tensor_list:
             return self
-        templates = tensor_list.tensors
+        source_leaves = tensor_list.tensors
         if not self.all_plain_dense:
-            present_templates = self.present_templates
-            templates = [present_templates[index] for index in indices]
-        return self._replace(tensor_list=tensor_list, templates=templates)
+            present_sources = self.present_sources
+            source_leaves = [present_sources[index] for index in indices]
+        return self._replace(tensor_list=tensor_list, source_leaves=source_leaves)
 
     def owned_unless_shared(self, others: Sequence[Any]) -> Gradients:
         """Return them, which were given up, owned if `others` do not share their memory."""
@@ -156,9 +156,9 @@ class Gradients(NamedTuple):
         return self.as_leaves(self.tensors)
 
     @property
-    def present_templates(self) -> list[Any]:
+    def present_sources(self) -> list[Any]:
         """The leaf that each tensor stands for."""
-        return [template for template in self.templates if template is not None]
+        return [source for source in self.source_leaves if source is not None]
 
 
 def as_gradients(
@@ -177,9 +177,11 @@ def as_gradients(
         )
     if are_plain_dense(leaves):
         return Gradients.of_dense(list(leaves), pending, owned=owned)
-    templates = [dtensor.reduce_partial(leaf) for leaf in leaves]
-    tensors = [as_dense_real(dtensor.local_shard(leaf)) for leaf in templates if leaf is not None]
-    return Gradients(TensorList(tensors), templates, False, pending, owned)
+    source_leaves = [dtensor.reduce_partial(leaf) for leaf in leaves]
+    tensors = [
+        as_dense_real(dtensor.local_shard(leaf)) for leaf in source_leaves if leaf is not None
+    ]
+    return Gradients(TensorList(tensors), source_leaves, False, pending, owned)
 
 
 def _in_form_of(like: Tensor, result: Tensor) -> Tensor:

@@ -222,6 +222,17 @@ def test_a_backward_that_writes_into_its_argument_leaves_the_scale_as_it_is(nume
     assert torch.allclose(state.params["w"], params["w"] - 0.1 * 2 * x)
 
 
+def test_a_backward_is_off_the_graph_of_the_scale():
+    seen = []
+    total = function_of(
+        lambda ctx, w: w.sum(), lambda ctx, grad: seen.append(grad) or grad.expand(5)
+    )
+    scaler = SCALER._replace(scale=torch.tensor(8.0, requires_grad=True))
+    _, grads = ps.value_and_grad(lambda p, b, x: (total(p), b))(torch.ones(5), {}, None, scaler)
+    assert same_bits(grads, torch.full((5,), 8.0))
+    assert not seen[0].requires_grad
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_the_gradient_of_a_loss_that_is_a_parameter_is_the_scale(dtype, shape):

@@ -190,7 +190,7 @@ def add_microbatch(
             found_inf, _, num_bad, bad_weight = map(Tensor.item, accum[2:])
             numbers = before + number, found_inf, num_good, num_bad, bad_weight
             pairs = zip(accum[1:], numbers, strict=True)
-            fields = [torch.full((), n, dtype=old.dtype, device="cpu") for old, n in pairs]
+            fields = [torch.full(old.shape, n, dtype=old.dtype, device="cpu") for old, n in pairs]
             return AccumState(grads, *fields)
     usable = is_weight(weight)
     good = ~bad & usable & (weight > 0)

@@ -115,7 +115,8 @@ class ForwardBackward:
         param_leaves, outputs = self.run_forward(buffers, microbatch)
         # The bits of a product with the scale. A copy, because a custom backward or a hook may
         # write into it; autograd casts it to the dtype of the loss.
-        loss, loss_grad = outputs.loss, self.scale.clone()
+        scale = self.scale if self.create_graph else self.scale.detach()
+        loss, loss_grad = outputs.loss, scale.clone()
         grads: list[Tensor] = []
         if on_grad is not None:
             stream_gradients(loss, loss_grad, param_leaves, on_grad, refuse_repeats=refuse_repeats)

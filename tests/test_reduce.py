@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import (
     Dispatched,
+    assert_close,
     batch,
     clone,
     function_of,
@@ -28,8 +29,8 @@ from helpers import (
     tensors,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import purescale as ps
 from purescale._torch import tracing
@@ -639,3 +640,53 @@ def test_a_rank_that_dies_is_an_error_on_the_others_and_a_restart_goes_on_bit_fo
     both = tuple(functools.partial(_trained, path, None) for path in (torn, whole))
     in_processes(both, 3, PATIENCE)
     assert same_bits(ps.load(torn, like=like), ps.load(whole, like=like))
+
+
+# ---- leaves of other forms, and refusals ---------------------------------------------------------
+
+
+def _measured_windows(rank):
+    """A microbatch is measured before its gradients are sent: None and strides stay as they are."""
+    weight = torch.randn(2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    params = {"w": weight.to(memory_format=torch.channels_last), "none": None}
+    data = [torch.full((2, 3, 2, 2), x) for x in (1.0, math.inf, 3.0, 4.0)]
+    settings = {"loss": lambda p, x: (p["w"] * x).sum(), "on_nonfinite": "drop_microbatch"}
+    state, step = started(params, **settings)
+    expected, _ = step(state, data)
+    new, info = step(state, data[2 * rank : 2 * rank + 2], group=dist.group.WORLD)
+    assert_close(new.params["w"], expected.params["w"])
+    assert new.params["w"].stride() == weight.to(memory_format=torch.channels_last).stride()
+    assert new.params["none"] is None
+    assert not info.found_inf
+
+
+def _derivative_over_a_group(rank):
+    state, step = started({"w": torch.ones(2)}, lambda p, x: (p["w"] * x).sum())
+
+    def total(x):
+        return step(state, [x], group=dist.group.WORLD)[0].params["w"].sum()
+
+    with pytest.raises(ValueError, match="a derivative is taken through a step over a group"):
+        torch.func.grad(total)(torch.ones(2))
+
+
+def _outside_of_a_mesh(rank):
+    """A rank outside of the mesh of a gradient decides for itself, without waiting."""
+    local = torch.full((2,), math.inf if rank == 0 else 1.0)
+    gradient = DTensor.from_local(local, DeviceMesh("cpu", [0]), [Shard(0)], run_check=False)
+    _, found_inf = ps.unscale_and_check(ps.DynamicScale().init(), {"w": gradient})
+    assert bool(found_inf) == (rank == 0)
+
+
+def _plain_beside_sharded(rank):
+    mesh = DeviceMesh("cpu", [0, 1])
+    accum = ps.init_accum({"w": torch.ones(4)})
+    with pytest.raises(ValueError, match="is a DTensor, and a plain tensor"):
+        ps.accumulate_grads(accum, {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])})
+
+
+@pytest.mark.slow
+def test_over_a_group_leaves_keep_their_form_and_what_cannot_be_is_refused():
+    in_processes(
+        (_measured_windows, _derivative_over_a_group, _outside_of_a_mesh, _plain_beside_sharded)
+    )

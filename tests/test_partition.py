@@ -139,6 +139,22 @@ def test_any_tree_of_parameters_is_cut_by_dotted_name():
     assert_close(new["a"]["embed"] != flat["embed"], torch.ones(7, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("absent", ["a", "m", "z"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_part_has_its_own_gradients_beside_a_complex_one_and_a_parameter_none(absent, window):
+    params = {"b": torch.ones(3, dtype=torch.complex64), "w": 2 * torch.ones(2), "y": torch.ones(4)}
+    params = dict(sorted({**params, absent: None}.items()))
+
+    def loss(p, x):
+        return sum([(p[n] * x).abs().square().sum() * k for n, k in (("b", 1), ("w", 2), ("y", 3))])
+
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.25)
+    parts = ps.partition({"one": sgd, "two": sgd}, lambda name, _: "two" if name == "w" else "one")
+    (alone, step), (cut, step_of_parts) = (started(params, loss, each) for each in (sgd, parts))
+    expected, _ = step(alone, [ONE[0]] * window)
+    assert same_bits(step_of_parts(cut, [ONE[0]] * window)[0].params, expected.params)
+
+
 def test_overrides_and_schedules_are_those_of_a_part():
     decays = ps.from_torch(
         torch.optim.SGD, lr=lambda applied: 0.5**applied, overrides={"norm": {"lr": 0.0}}

@@ -47,7 +47,7 @@ class MicrobatchResult(NamedTuple):
     still hold the buffers and aux that it returned.
     """
 
-    grads: list[Tensor]  # of the scaled loss, without None; empty if `on_grad` took them
+    grads: Leaves  # of the scaled loss, None for a leaf None; empty if `on_grad` took them
     loss: Tensor  # unscaled, 0-d
     buffers: Leaves  # the new ones
     aux: list[Any]
@@ -165,6 +165,8 @@ class ForwardBackward:
             if pointers is not None:
                 pointers = {*pointers, *donation.storage_pointers(detached)}
             aux = structure.unflatten(detach_and_unalias(leaves, pointers))
+        if grads:
+            grads = self.param_structure.with_none(grads)
         return MicrobatchResult(grads, loss, buffers, aux)
 
     def run_forward(self, buffers: Leaves, microbatch: Any) -> tuple[Leaves, LossOutputs]:

@@ -118,7 +118,7 @@ def _value_and_grad(
     out = forward_backward(flat_buffers.leaves, microbatch, memory.pointers)
     check_unwritten(memory.batch_tensors, before)
     new_buffers = flat_buffers.structure.unflatten(out.buffers)
-    return (out.loss, new_buffers, *out.aux), param_structure.unflatten(out.grads)
+    return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
 
 _cache = TreeCache(16)  # the structure of parameters that were checked

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from helpers import assert_close, clone, examples
+from helpers import assert_close, clone, examples, started
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -171,7 +171,6 @@ def test_a_scale_that_a_rule_returns_on_a_graph_is_not_written_into_the_old_one(
             return scaler._replace(scale=scaler.scale * factor)
 
     rule = OnGraph(init_scale=4.0)
-    state = ps.init_train_state({"w": torch.ones(2)}, {}, SGD, rule)
-    settings = {"loss_fn": lambda p, b, x: ((p["w"] * x).sum(), b), "optimizer": SGD, "rule": rule}
-    new, _ = ps.train_step(state, [torch.ones(2)], donate=True, **settings)
+    state, step = started({"w": torch.ones(2)}, lambda p, x: (p["w"] * x).sum(), SGD, rule)
+    new, _ = step(state, [torch.ones(2)], donate=True)
     assert torch.autograd.grad(new.scaler.scale, factor)[0] == 4.0

@@ -884,10 +884,7 @@ def test_a_window_in_which_nothing_has_a_weight_is_skipped():
 
 
 def test_a_microbatch_may_be_a_function_under_a_transform():
-    def loss_fn(params, buffers, x):
-        return (params["w"] * x).sum(), buffers
-
-    state, step = started({"w": torch.ones(2)}, None, SGD, RULE, loss_fn=loss_fn)
+    state, step = started({"w": torch.ones(2)}, lambda p, x: (p["w"] * x).sum(), SGD, RULE)
 
     def total(x):
         return step(state, [lambda: x])[0].params["w"].sum()

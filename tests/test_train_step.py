@@ -380,11 +380,7 @@ def test_the_state_of_an_optimizer_with_init_and_step_alone_may_hold_none():
         def step(self, params, grads, opt_state):
             return {name: p - grads[name] for name, p in params.items()}, opt_state
 
-    def loss_fn(params, buffers, x):
-        return (params["w"] * x).sum(), buffers
-
-    state = ps.init_train_state({"w": torch.ones(2)}, {}, Plain(), RULE)
-    settings = {"loss_fn": loss_fn, "optimizer": Plain(), "rule": RULE}
-    new, _ = ps.train_step(state, [torch.ones(2)], **settings)
+    state, step = started({"w": torch.ones(2)}, lambda p, x: (p["w"] * x).sum(), Plain())
+    new, _ = step(state, [torch.ones(2)])
     assert new.opt_state == {"none": None, "too": None}
     assert new.params["w"].equal(torch.zeros(2))

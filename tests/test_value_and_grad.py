@@ -215,9 +215,8 @@ def test_a_backward_that_writes_into_its_argument_leaves_the_scale_as_it_is(nume
     _, grads = ps.value_and_grad(loss_fn)(params, {}, x, scaler=SCALER)
     assert same_bits(grads, {"w": 8.0 * 2 * x})
     assert float(SCALER.scale) == 8.0
-    rule = ps.StaticScale(8.0)
-    state = ps.init_train_state(params, {}, SGD, rule)
-    state, info = ps.train_step(state, [x] * window, loss_fn=loss_fn, optimizer=SGD, rule=rule)
+    state, step = started(params, None, SGD, ps.StaticScale(8.0), loss_fn=loss_fn)
+    state, info = step(state, [x] * window)
     assert float(info.scale) == float(state.scaler.scale) == 8.0
     assert torch.allclose(state.params["w"], params["w"] - 0.1 * 2 * x)
 

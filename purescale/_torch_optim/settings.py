@@ -162,7 +162,7 @@ class OptimizerConfig:
 
     @property
     def agreed_settings(self) -> tuple[Any, ...]:
-        """What the ranks of a group compare."""
+        """The settings that the ranks of a group compare."""
         kind = self.spec.name if self.spec.cls is None else self.spec.cls
         return kind, self.all_settings, self.overrides, self.in_state, self.schedule_by
 

@@ -40,7 +40,7 @@ def test_a_fact_is_the_same_of_lists_that_share_a_cache():
         metadata, picked = ListMetadata(), TensorList(tensors()[1:3])
         for _ in range(2):
             assert getattr(TensorList(tensors(), metadata), fact) == expected
-            shared = TensorList(tensors(), metadata).picked([1, 2])
+            shared = TensorList(tensors(), metadata).take([1, 2])
             assert getattr(shared, fact) == getattr(picked, fact)
 
 

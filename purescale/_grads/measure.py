@@ -32,9 +32,7 @@ class StatsOptions(NamedTuple):
 
     norm_type: float | None = None  # the p of the norm; None for no norm
     amax: bool = False
-    # The gradients are a sum over microbatches, in which inf and -inf give NaN or inf, depending on
-    # the order of the terms; their norm is then inf.
-    nan_norm_is_inf: bool = False
+    nan_norm_is_inf: bool = False  # as for a mean over microbatches: `MicrobatchWeights`
     # The ranks that decide together; None in a `train_step`, which reduces before it measures.
     group: Group | None = None
     norm_group: Group | None = None  # the ranks that hold other parts of the model
@@ -60,10 +58,10 @@ class GradStats(NamedTuple):
     """
 
     overflow: Tensor  # bool: a gradient, or one over the scale, is not finite
-    norm: Any  # of the unscaled gradients; None if not asked for; a float if `read_as_finite`
+    norm: Any  # of the unscaled gradients; None if not asked for; a float if `known_finite`
     amax: Any  # the largest unscaled magnitude; None if not asked for
     # the host has read that no gradient overflows, and the norm, if it was asked for
-    read_as_finite: bool = False
+    known_finite: bool = False
 
 
 def measure(
@@ -183,7 +181,7 @@ def _stats_from_operator(grads: Gradients, scale: Tensor) -> tuple[GradStats, Gr
     torch.autograd.graph.increment_version(grads.tensors)  # the operator does not count its write
     finite = flag.item() == 0
     overflow = torch.full((), not finite, device="cpu")
-    stats = GradStats(overflow, None, None, read_as_finite=finite)
+    stats = GradStats(overflow, None, None, known_finite=finite)
     return stats, grads._replace(pending=NOTHING_PENDING)
 
 
@@ -204,7 +202,7 @@ def _stats_from_norm(grads: Gradients, scale: Tensor, options: StatsOptions) -> 
         return None
     amax = measure_amax(grads, _divisor(grads, scale)) if options.amax else None
     overflow = torch.full((), False, device=scale.device)
-    return GradStats(overflow, norm / divisor if has_norm else None, amax, read_as_finite=True)
+    return GradStats(overflow, norm / divisor if has_norm else None, amax, known_finite=True)
 
 
 # of bfloat16, whose largest number is a little below that of float32

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import with_iteration_counted
+from .._optim.optimizer_inputs import OptimizerInputs, make_optimizer_inputs
 from .._optim.param_structure import ParamStructure
-from .._optim.step_inputs import StepInputs, make_step_inputs
 from .._torch.autocast import outside_autocast
 from .._torch.tensor_list import ListMetadata, are_comparable
 from .._torch.tracing import (
@@ -58,7 +58,9 @@ class Optimizer(Protocol):
 
 
 class CachedPlan(NamedTuple):
-    """The decisions that hold for all steps over arguments that are alike, as in `StepInputs`."""
+    """The decisions that hold for all steps over arguments that are alike: fields of
+    `OptimizerInputs`.
+    """
 
     param_structure: ParamStructure
     plan: Any
@@ -68,10 +70,10 @@ class CachedPlan(NamedTuple):
 
 
 class FlatOptimizer:
-    """An optimizer over the lists of `StepInputs`. A subclass has `init`, `compute_step` (or
+    """An optimizer over the lists of `OptimizerInputs`. A subclass has `init`, `compute_step` (or
     `step_or_skip`, if it can skip a step itself), and perhaps `agreed_settings`, `plan` and
     `evaluate_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` prepares the
-    step at its start, by `find_inputs` or `plan_inputs`, and runs it at its end, by `run_step`.
+    step at its start, by `reuse_plan` or `make_plan`, and runs it at its end, by `run_step`.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -113,7 +115,7 @@ class FlatOptimizer:
         records = torch.is_grad_enabled() and (context.traced or self.differentiable)
         return torch.set_grad_enabled(records)
 
-    def plan(self, inputs: StepInputs) -> Any:
+    def plan(self, inputs: OptimizerInputs) -> Any:
         """Return what settings, structure and metadata decide about a step; by default nothing. A
         plan is the place to refuse, before any work, parameters and a state that do not fit.
         """
@@ -130,14 +132,14 @@ class FlatOptimizer:
         """Each `CachedPlan` of this optimizer."""
         return TreeCache()
 
-    def with_plan_and_settings(self, inputs: StepInputs) -> StepInputs:
+    def with_plan_and_settings(self, inputs: OptimizerInputs) -> OptimizerInputs:
         """Return the inputs with the plan and the settings of their step."""
         plan, step_settings = self.plan(inputs), self.evaluate_settings(inputs.opt_state)
         return inputs._replace(plan=plan, step_settings=step_settings)
 
-    def find_inputs(
+    def reuse_plan(
         self, context: CallContext, trees: tuple[Tree, ...]
-    ) -> tuple[list[FlatTree], StepInputs] | None:
+    ) -> tuple[list[FlatTree], OptimizerInputs] | None:
         """Return trees flat (parameters, the state of the optimizer, and others), and the inputs of
         a step over them, planned. None if no plan for trees like these is cached.
         """
@@ -147,7 +149,7 @@ class FlatOptimizer:
             return None
         flat_trees, cached = hit
         flat_params, flat_opt_state = flat_trees[:2]
-        inputs = StepInputs.of_dense(
+        inputs = OptimizerInputs.of_dense(
             context,
             cached.param_structure,
             flat_params,
@@ -160,8 +162,8 @@ class FlatOptimizer:
         )
         return flat_trees, inputs
 
-    def plan_inputs(self, flat_trees: list[FlatTree], inputs: StepInputs) -> StepInputs:
-        """Return the inputs of a step over checked trees, planned. `find_inputs` finds the plan
+    def make_plan(self, flat_trees: list[FlatTree], inputs: OptimizerInputs) -> OptimizerInputs:
+        """Return the inputs of a step over checked trees, planned. `reuse_plan` finds the plan
         from now on. `plan` refuses what does not fit.
         """
         inputs, context = self.with_plan_and_settings(inputs), inputs.context
@@ -184,23 +186,23 @@ class FlatOptimizer:
 
     def prepare_by_hand(
         self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree
-    ) -> tuple[StepInputs, Gradients, list[FlatTree]]:
+    ) -> tuple[OptimizerInputs, Gradients, list[FlatTree]]:
         """Return the inputs of a step over these and other trees, planned, its gradients, and the
         others, flat. Refuse, naming the leaf, gradients that do not fit `params`, and a state that
         belongs to others.
         """
         context = current_context()
-        hit = self.find_inputs(context, (params, opt_state, grads, *others))
+        hit = self.reuse_plan(context, (params, opt_state, grads, *others))
         if hit is not None:
             flat_trees, inputs = hit
             return inputs, inputs.make_gradients(flat_trees[2]), flat_trees[3:]
         flat_trees, inputs, gradients = self.flatten_by_hand(context, params, grads, opt_state)
         flat_others = list(map(FlatTree.of, others))
-        return self.plan_inputs([*flat_trees, *flat_others], inputs), gradients, flat_others
+        return self.make_plan([*flat_trees, *flat_others], inputs), gradients, flat_others
 
     def flatten_by_hand(
         self, context: CallContext, params: Tree, grads: Tree, opt_state: Tree
-    ) -> tuple[list[FlatTree], StepInputs, Gradients]:
+    ) -> tuple[list[FlatTree], OptimizerInputs, Gradients]:
         """Return parameters, state and gradients, flat and checked, the inputs of a step over them,
         without a plan, and its gradients. All ranks reduce partial DTensors here, before a plan may
         be refused on one of them.
@@ -208,7 +210,7 @@ class FlatOptimizer:
         flat_params, flat_opt_state = FlatTree.of(params), FlatTree.of(opt_state)
         check_parameters(flat_params)
         flat_grads = grads_like_params(flat_params, grads)
-        inputs = make_step_inputs(self, context, flat_params, flat_opt_state, flat_grads)
+        inputs = make_optimizer_inputs(self, context, flat_params, flat_opt_state, flat_grads)
         flat_trees = [flat_params, flat_opt_state, flat_grads]
         return flat_trees, inputs, inputs.make_gradients(flat_grads)
 
@@ -216,7 +218,7 @@ class FlatOptimizer:
 
     def run_step(
         self,
-        inputs: StepInputs,
+        inputs: OptimizerInputs,
         grads: Gradients,
         skip: Tensor | None = None,
         *,
@@ -241,7 +243,7 @@ class FlatOptimizer:
 
     def step_or_skip(
         self,
-        inputs: StepInputs,
+        inputs: OptimizerInputs,
         grads: Gradients,
         skip: Tensor | None = None,
         *,
@@ -264,7 +266,9 @@ class FlatOptimizer:
             flag = False if skip is None else skip
             return structure.unflatten(select_leaves(flag, before, after, in_place=in_place))
 
-    def finish_grads(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> Gradients:
+    def finish_grads(
+        self, inputs: OptimizerInputs, grads: Gradients, skip: Tensor | None
+    ) -> Gradients:
         """Return unscaled and clipped gradients. They are zeros in a skipped step that is
         differentiated, because `where` sends a derivative of 0 into what it does not choose, and
         0 * inf is NaN.
@@ -277,7 +281,7 @@ class FlatOptimizer:
             grads = grads.zeroed(skip)
         return grads.apply_pending(wide=self.wide_grads)
 
-    def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
+    def compute_step(self, inputs: OptimizerInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients, in fresh memory."""
         raise NotImplementedError(f"{type(self).__name__} has no compute_step")
 
@@ -314,7 +318,7 @@ class AdaptedOptimizer(FlatOptimizer):
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
-    def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
+    def compute_step(self, inputs: OptimizerInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return what `step` returns, checked, in memory apart from the arguments."""
         old = inputs.local_trees
         trees = old[0], inputs.param_structure.unflatten(inputs.grads_of_params(grads)), old[1]

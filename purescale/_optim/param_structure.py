@@ -52,7 +52,7 @@ class ParamStructure(NamedTuple):
             grad_indices=[next(numbers) if has_grad[index] else None for index in indices],
         )
 
-    def picked(self, indices: Collection[int]) -> ParamStructure:
+    def take(self, indices: Collection[int]) -> ParamStructure:
         """Return the structure of the parameters with these indices, in a flat dict."""
         names = [self.names[index] for index in indices]
         has_grad = [self.grad_indices[index] is not None for index in indices]

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer, check_optimizer
+from .._optim.optimizer_inputs import OptimizerInputs, make_optimizer_inputs
 from .._optim.param_structure import ParamStructure, named_params
-from .._optim.step_inputs import StepInputs, make_step_inputs
 from .._torch.dtensor import any_dtensor
 from .._torch.tensor_list import ListMetadata, TensorList
 from .._tree import pytree
@@ -105,7 +105,7 @@ class PartitionOptimizer(FlatOptimizer):
             for key, param_indices in self._members(names, leaves).items()
         }
 
-    def plan(self, inputs: StepInputs) -> dict[str, Part]:
+    def plan(self, inputs: OptimizerInputs) -> dict[str, Part]:
         """Return the parts of a step by key. Refuse a state that does not belong to these parts."""
         opt_state = inputs.opt_state
         if not (isinstance(opt_state, dict) and opt_state.keys() == self.flat_optimizers.keys()):
@@ -123,46 +123,39 @@ class PartitionOptimizer(FlatOptimizer):
         state_of = _state_of_each(inputs)
         parts = {}
         for key in order:
-            param_structure = inputs.param_structure.picked(indices_of[key])
-            part = Part(param_structure, indices_of[key], ListMetadata(), *state_of.get(key, ()))
+            param_structure = inputs.param_structure.take(indices_of[key])
+            grad_indices = [inputs.param_structure.grad_indices[n] for n in indices_of[key]]
+            place = indices_of[key], grad_indices, ListMetadata()
+            part = Part(param_structure, *place, *state_of.get(key, ()))
             plan = self.flat_optimizers[key].plan(self.inputs_of(key, part, inputs))
             parts[key] = part._replace(plan=plan)
         return parts
 
-    def inputs_of(self, key: str, part: Part, inputs: StepInputs) -> StepInputs:
+    def inputs_of(self, key: str, part: Part, inputs: OptimizerInputs) -> OptimizerInputs:
         """Return the inputs of one part, with DTensors flattened for its own optimizer."""
         param_structure, dense = part.param_structure, inputs.params_and_state
         opt_state = inputs.opt_state[key]
-        params = inputs.param_list.picked(part.param_indices)
+        params = inputs.param_list.take(part.param_indices)
         if dense is not None and part.state_slice is not None:
             leaves = [*params.tensors, *dense.tensors[part.state_slice]]
             dense = TensorList(leaves, part.leaves_metadata, dense_without_history=True)
-            return StepInputs(
+            return OptimizerInputs(
                 inputs.context, param_structure, params, opt_state, dense, part.state_structure
             )
         if any_dtensor(params.tensors):
             flat_params = FlatTree.of(param_structure.unflatten(params.tensors))
-            part_inputs = make_step_inputs(
+            part_inputs = make_optimizer_inputs(
                 self.flat_optimizers[key], inputs.context, flat_params, FlatTree.of(opt_state)
             )
             return part_inputs._replace(param_structure=param_structure)
-        return StepInputs(inputs.context, param_structure, params, opt_state)
+        return OptimizerInputs(inputs.context, param_structure, params, opt_state)
 
-    def grads_of(
-        self, part_inputs: StepInputs, part: Part, inputs: StepInputs, grads: Gradients
-    ) -> Gradients:
+    def grads_of(self, part_inputs: OptimizerInputs, part: Part, grads: Gradients) -> Gradients:
         """Return the gradients of one part."""
-        param_indices = part.param_indices
-        if grads.all_plain_dense:  # no gradient is None, so these have the indices of parameters
-            return grads.picked(param_indices)
-        indices = [inputs.param_structure.grad_indices[index] for index in param_indices]
-        tensors = [grads.tensors[index] for index in indices if index is not None]
-        leaf_indices = inputs.param_structure.leaf_indices
-        source_leaves = [grads.source_leaves[leaf_indices[index]] for index in param_indices]
-        picked = grads._replace(tensor_list=TensorList(tensors), source_leaves=source_leaves)
-        if not any_dtensor(source_leaves):
-            return picked
-        flat = FlatTree.of(part_inputs.param_structure.unflatten(picked.leaves))
+        taken = grads.take(part.grad_indices)
+        if not taken.are_sharded:
+            return taken
+        flat = FlatTree.of(part_inputs.param_structure.unflatten(taken.leaves))
         return part_inputs.make_gradients(flat)._replace(pending=grads.pending)
 
     def evaluate_settings(self, opt_state: dict[str, Any]) -> dict[str, Any]:
@@ -172,7 +165,7 @@ class PartitionOptimizer(FlatOptimizer):
 
     def step_or_skip(
         self,
-        inputs: StepInputs,
+        inputs: OptimizerInputs,
         grads: Gradients,
         skip: Tensor | None = None,
         *,
@@ -187,7 +180,7 @@ class PartitionOptimizer(FlatOptimizer):
             for key, part in plan.items()
         }
         part_grads = {
-            key: self.grads_of(part_inputs[key], part, inputs, grads) for key, part in plan.items()
+            key: self.grads_of(part_inputs[key], part, grads) for key, part in plan.items()
         }
         stepped = {}
         for key in plan:
@@ -237,13 +230,14 @@ class Part(NamedTuple):
 
     param_structure: ParamStructure
     param_indices: list[int]
+    grad_indices: list[int | None]  # among the gradients; None for one without a gradient
     leaves_metadata: ListMetadata  # of its dense leaves
     state_slice: slice | None = None  # of the leaves of its state among all; None if not all dense
     state_structure: Any = None
     plan: Any = None
 
 
-def _state_of_each(inputs: StepInputs) -> dict[str, tuple[slice, Any]]:
+def _state_of_each(inputs: OptimizerInputs) -> dict[str, tuple[slice, Any]]:
     """Return by key the place of its state among `params_and_state`, and its structure; none if the
     leaves are not known to be dense.
     """

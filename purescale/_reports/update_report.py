@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._optim.optimizer import AdaptedOptimizer, Optimizer, as_flat_optimizer
+from .._optim.optimizer_inputs import OptimizerInputs
 from .._optim.partition import PartitionOptimizer
-from .._optim.step_inputs import StepInputs
 from .._reports.printing import Row, bars, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like, full_tensor, local_shard
@@ -247,7 +247,7 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
         return inputs.param_structure.unflatten(_wanted(flat_optimizer, inputs, gradients))
 
 
-def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
+def _wanted(optimizer: Any, inputs: OptimizerInputs, grads: Gradients) -> list[Any]:
     """Return the update of each parameter, as a DTensor for one."""
     if isinstance(optimizer, Wrapper):
         inner = optimizer.decode(inputs)
@@ -265,7 +265,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
         updates: list[Any] = list(inputs.params)
         for key, part in optimizer.plan(inputs).items():
             of_part = optimizer.inputs_of(key, part, inputs)
-            grads_of_part = optimizer.grads_of(of_part, part, inputs, grads)
+            grads_of_part = optimizer.grads_of(of_part, part, grads)
             of_members = _wanted(optimizer.flat_optimizers[key], of_part, grads_of_part)
             for index, update in zip(part.param_indices, of_members, strict=True):
                 updates[index] = update
@@ -278,7 +278,7 @@ def _wanted(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Any]:
     return [from_local_like(like, after - before) for like, after, before in rows]
 
 
-def _stepped(optimizer: Any, inputs: StepInputs, grads: Gradients) -> list[Tensor]:
+def _stepped(optimizer: Any, inputs: OptimizerInputs, grads: Gradients) -> list[Tensor]:
     if not isinstance(optimizer, AdaptedOptimizer):
         return optimizer.step_or_skip(optimizer.with_plan_and_settings(inputs), grads)[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
@@ -296,7 +296,7 @@ def _wide(leaf: Any) -> Any:
     return leaf.detach().to(torch.promote_types(leaf.dtype, widest_float(leaf.device)))
 
 
-def _wide_state(optimizer: Any, inputs: StepInputs) -> Tree:
+def _wide_state(optimizer: Any, inputs: OptimizerInputs) -> Tree:
     """Return the state for the wide parameters. Numbers that the steps of a formula count keep
     their dtype.
     """

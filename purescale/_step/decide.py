@@ -74,7 +74,7 @@ def decide(
     if flags is not None:
         overflow, skip = flags.overflow, flags.skip
     only_overflow_skips = flags is None and guard_rejects is None and len(clip.tensor_bounds) == 0
-    known_applied = only_overflow_skips and stats.read_as_finite
+    known_applied = only_overflow_skips and stats.known_finite
     rejected: Any = ()
     grad_norm: Any = ()
     grad_amax: Any = () if stats.amax is None else stats.amax

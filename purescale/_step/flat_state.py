@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .._grads.clip import refuse_complex
 from .._loss_scale.scaling import check_device_of_scale
-from .._optim.step_inputs import StepInputs, make_step_inputs
+from .._optim.optimizer_inputs import OptimizerInputs, make_optimizer_inputs
 from .._step.train_state import TrainState, TrainStepOptions
 from .._step.window_result import MicrobatchWeights
 from .._torch.tracing import current_context
@@ -23,7 +23,7 @@ class FlatState(NamedTuple):
     params: FlatTree
     buffers: FlatTree
     control: FlatTree  # scaler, step count, generator and guard, as a tuple
-    inputs: StepInputs
+    inputs: OptimizerInputs
 
 
 class Prepared(NamedTuple):
@@ -39,12 +39,12 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     optimizer, context = options.optimizer, current_context()
     control = state.scaler, state.step, state.rng, state.guard
     trees = state.params, state.opt_state, state.buffers, control
-    hit = optimizer.find_inputs(context, trees)
+    hit = optimizer.reuse_plan(context, trees)
     if hit is None:
         flat_trees = list(map(FlatTree.of, trees))
         _check(state, flat_trees[0])
-        inputs = make_step_inputs(optimizer, context, *flat_trees[:2])
-        hit = flat_trees, optimizer.plan_inputs(flat_trees, inputs)
+        inputs = make_optimizer_inputs(optimizer, context, *flat_trees[:2])
+        hit = flat_trees, optimizer.make_plan(flat_trees, inputs)
     (flat_params, _, flat_buffers, flat_control), inputs = hit
     if options.clip.clip_value is not None and not flat_params.tensor_list.dense_without_history:
         refuse_complex(state.params, flat_params.leaves, "params")

@@ -48,6 +48,7 @@ class MicrobatchResult(NamedTuple):
     """
 
     grads: Leaves  # of the scaled loss, None for a leaf None; empty if `on_grad` took them
+    owned: bool  # nobody else can see the memory of the gradients, so they may be overwritten
     loss: Tensor  # unscaled, 0-d
     buffers: Leaves  # the new ones
     aux: list[Any]
@@ -132,7 +133,8 @@ class ForwardBackward:
             if self.sharded:
                 pairs = zip(grads, param_leaves, strict=True)
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]
-        result = self._result(grads, outputs, pointers if self.off_graph else None)
+        pointers, owned = (pointers, owned) if self.off_graph else (None, False)
+        result = self._result(grads, outputs, pointers, owned=owned)
         del param_leaves, loss, outputs  # frees the graph
         return result
 
@@ -152,10 +154,16 @@ class ForwardBackward:
         grads, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(self.present_params)
         structure, others = static_outputs
         leaves = [tensors.pop(0) if other is None else other[0] for other in others]
-        return self._result(list(grads), private.pytree.tree_unflatten(leaves, structure), None)
+        outputs = private.pytree.tree_unflatten(leaves, structure)
+        return self._result(list(grads), outputs, None, owned=False)
 
     def _result(
-        self, grads: Leaves, outputs: LossOutputs, pointers: donation.Pointers | None
+        self,
+        grads: Leaves,
+        outputs: LossOutputs,
+        pointers: donation.Pointers | None,
+        *,
+        owned: bool,
     ) -> MicrobatchResult:
         aux = outputs.aux
         detached = detach_and_unalias([outputs.loss, *outputs.buffers], pointers)
@@ -167,7 +175,7 @@ class ForwardBackward:
             aux = structure.unflatten(detach_and_unalias(leaves, pointers))
         if grads:
             grads = self.param_structure.with_none(grads)
-        return MicrobatchResult(grads, loss, buffers, aux)
+        return MicrobatchResult(grads, owned, loss, buffers, aux)
 
     def run_forward(self, buffers: Leaves, microbatch: Any) -> tuple[Leaves, LossOutputs]:
         """Return the parameters, and the outputs on their graph over them, in eager mode."""

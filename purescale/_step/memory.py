@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from .._optim.optimizer import FlatOptimizer
-from .._optim.step_inputs import StepInputs
+from .._optim.optimizer_inputs import OptimizerInputs
 from .._step.flat_state import FlatState
 from .._step.train_state import TrainStepOptions
 from .._torch import dtensor
@@ -95,7 +95,7 @@ def decide_writes(
 
 def decide_writes_by_hand(
     optimizer: FlatOptimizer,
-    inputs: StepInputs,
+    inputs: OptimizerInputs,
     grads: Gradients,
     read_only: Sequence[Tensor],
 ) -> MayWrite:
@@ -110,12 +110,12 @@ def decide_writes_by_hand(
     return MayWrite(params_and_state, grads=grads_too)
 
 
-def _on_graph(optimizer: FlatOptimizer, inputs: StepInputs) -> bool:
+def _on_graph(optimizer: FlatOptimizer, inputs: OptimizerInputs) -> bool:
     """Return True if a derivative goes through the step, which must then overwrite nothing."""
     return optimizer.differentiable and is_on_a_graph(inputs.params)
 
 
-def _params_and_state(inputs: StepInputs) -> TensorList:
+def _params_and_state(inputs: OptimizerInputs) -> TensorList:
     """Return the tensors of this rank that a step replaces: parameters and state."""
     if inputs.params_and_state is not None:
         return inputs.params_and_state

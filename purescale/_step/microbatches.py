@@ -43,7 +43,7 @@ from .._step.window_result import (
     WindowResult,
     all_reduce_totals,
     compute_totals,
-    normalized,
+    normalize_weights,
     window_fraction,
 )
 from .._torch.donation import Pointers, storage_pointers
@@ -72,8 +72,8 @@ def weigh_microbatches(
         if options.group is not None or (num_microbatches > 1 and options.measures_microbatches):
             widest = widest_float(scale.device)
             ones = torch.ones(num_microbatches, dtype=widest, device=scale.device)
-        shares = [1 / num_microbatches] * num_microbatches
-        return MicrobatchWeights(ones, shares, [True] * num_microbatches)
+        normalized = [1 / num_microbatches] * num_microbatches
+        return MicrobatchWeights(ones, normalized, [True] * num_microbatches)
     returned = [weight_fn(microbatch) for microbatch in microbatches]
     weights = torch.stack([as_weight("weight_fn returned", weight, scale) for weight in returned])
     floats = as_floats(returned)
@@ -81,7 +81,9 @@ def weigh_microbatches(
         total = sum(floats) or 1.0
         return MicrobatchWeights(weights, [n / total for n in floats], [n > 0 for n in floats])
     has_weight = is_weight(weights) & (weights > 0)
-    return MicrobatchWeights(weights, normalized(weights, has_weight).unbind(), has_weight.unbind())
+    return MicrobatchWeights(
+        weights, normalize_weights(weights, has_weight).unbind(), has_weight.unbind()
+    )
 
 
 # ---- the window ----------------------------------------------------------------------------------
@@ -146,7 +148,7 @@ def _accumulate_one(
     grads = as_gradients(
         out.grads,
         Pending(divisor=forward_backward.scale),
-        owned=forward_backward.off_graph,
+        owned=out.owned,
         param_list=forward_backward.flat_params.tensor_list,
     )
     loss, totals_row, _, fraction = _losses_and_totals(

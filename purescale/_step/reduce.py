@@ -143,4 +143,4 @@ def _sent_for_nan(mean: WindowMean) -> float | None:
     """
     if mean.options.clip.norm_type is None and not mean.options.rule_traits.takes_amax:
         return None
-    return math.nan if len(mean.weights.has_weight) == 1 else math.inf
+    return math.inf if mean.weights.mean_is_a_sum else math.nan

@@ -192,7 +192,7 @@ def _run_stages(prepared: Prepared, microbatches: list[Any]) -> tuple[TrainState
     stats_options = StatsOptions(
         options.clip.norm_type,
         amax=options.rule_traits.takes_amax,
-        nan_norm_is_inf=len(microbatches) > 1,
+        nan_norm_is_inf=weights.mean_is_a_sum,
         all_readable=flat_state.inputs.all_readable,
     )
     pooled = options.bn_update == "window"

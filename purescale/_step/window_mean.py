@@ -29,8 +29,8 @@ class WindowMean:
     """The mean gradients of a window so far.
 
     If an overflow skips the window, the mean stays scaled, so that an overflow in it is seen at the
-    end: it is the sum of the gradients times their shares. If an overflow drops its microbatch, the
-    mean is an `AccumState`.
+    end: it is the sum of the gradients times their normalized weights. If an overflow drops its
+    microbatch, the mean is an `AccumState`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class WindowMean:
             and not self.forward_backward.context.in_make_fx
             and param_list.dense_without_history
             and param_list.num_elements > _LARGE * len(param_list.tensors)
-            and not any([isinstance(share, Tensor) for share in self.weights.shares])
+            and not any([isinstance(weight, Tensor) for weight in self.weights.normalized])
         )
 
     def add_gradient(
@@ -69,7 +69,8 @@ class WindowMean:
         if self.sums is None:
             self.sums = [None] * len(self.forward_backward.present_params)
         if (total := self.sums[tensor_index]) is not None:
-            total.add_(as_dense_real(grad_cell.pop()), alpha=self.weights.shares[microbatch_index])
+            weight = self.weights.normalized[microbatch_index]
+            total.add_(as_dense_real(grad_cell.pop()), alpha=weight)
         else:
             new = [as_dense_real(donation.take_ownership(grad_cell)[0])]
             self.sums[tensor_index] = self.add_weighted(None, new, microbatch_index)[0]
@@ -94,24 +95,24 @@ class WindowMean:
     def add_weighted(
         self, sums: list[Tensor] | None, new: list[Tensor], microbatch_index: int
     ) -> Any:
-        """Return `sums + new * share`, at least in float32, if this microbatch counts. None is
-        an empty sum. The shares of a window sum to at most 1, so the sum does not overflow.
+        """Return `sums + new * weight`, at least in float32, if this microbatch counts. None is
+        an empty sum. Normalized weights have a sum of at most 1, so this one does not overflow.
         """
-        share = self.weights.shares[microbatch_index]
+        weight = self.weights.normalized[microbatch_index]
         has_weight = self.weights.has_weight[microbatch_index]
         if has_weight is False:
             return sums
-        if self.off_graph and not isinstance(share, Tensor):  # in place, and off every graph
+        if self.off_graph and not isinstance(weight, Tensor):  # in place, and off every graph
             if sums is None:
                 sums = new
                 if any([n.dtype in HALF for n in new]):
                     sums = [n.to(wide_dtype(n.dtype)) for n in new]
-                multiply_by_number_(sums, share)
+                multiply_by_number_(sums, weight)
             else:
-                listops.add_(sums, new, alpha=share)
+                listops.add_(sums, new, alpha=weight)
             return sums
         sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-        return weighted_sum(sums, new, share, has_weight, in_place=self.off_graph)
+        return weighted_sum(sums, new, weight, has_weight, in_place=self.off_graph)
 
     def result(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""

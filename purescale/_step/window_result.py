@@ -27,8 +27,15 @@ class MicrobatchWeights(NamedTuple):
 
     # Tensor [k]; None without `weight_fn` and a group if only the mean is measured
     unnormalized: Any
-    shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1, or 0 if no weight counts
+    normalized: Sequence[float | Tensor]  # of the mean: with sum 1, or 0 if no weight counts
     has_weight: Sequence[bool | Tensor]  # the weight is valid and above 0
+
+    @property
+    def mean_is_a_sum(self) -> bool:
+        """True if the mean is a sum of several gradients, in which inf and -inf give NaN or inf,
+        depending on the order of the terms. A norm of NaN is then reported as inf.
+        """
+        return len(self.has_weight) > 1
 
 
 class WindowResult(NamedTuple):
@@ -104,7 +111,7 @@ class MeasuredWindow(NamedTuple):
         return self.stats.overflow & torch.isfinite(self.window.loss)
 
 
-def normalized(weight: Tensor, has_weight: Tensor) -> Tensor:
+def normalize_weights(weight: Tensor, has_weight: Tensor) -> Tensor:
     """Return the weights of those that count over their sum, zeros if none does."""
     valid = torch.where(has_weight, weight, 0)
     return valid / torch.where(has_weight.any(), valid.sum(), 1)
@@ -120,7 +127,8 @@ def compute_totals(weight: Tensor, loss: Tensor, overflows: list[Tensor]) -> tup
     good, finite = has_weight & ~overflow, torch.isfinite(loss)
     weights = [torch.where(flag, weight, 0).sum() for flag in (good, has_weight)]
     means = [
-        (torch.where(flag, loss, 0) * normalized(weight, flag)).sum() for flag in (good, has_weight)
+        (torch.where(flag, loss, 0) * normalize_weights(weight, flag)).sum()
+        for flag in (good, has_weight)
     ]
     flags = torch.ones_like(good), good, invalid, overflow, overflow & finite, has_weight & ~finite
     totals_row = torch.stack([*weights, *(flag.sum().to(weight.dtype) for flag in flags)])

@@ -125,10 +125,10 @@ class TensorList:
     def any_requires_grad(self) -> bool:
         return any([tensor.requires_grad for tensor in self.tensors])
 
-    def picked(self, indices: Sequence[int]) -> TensorList:
+    def take(self, indices: Sequence[int]) -> TensorList:
         """Return the tensors with these indices, in rising order."""
         if len(indices) == len(self.tensors):
             return self
-        metadata = self.metadata.cached_values.setdefault(("picked", *indices), ListMetadata())
-        picked = list(map(self.tensors.__getitem__, indices))
-        return TensorList(picked, metadata, dense_without_history=self.dense_without_history)
+        metadata = self.metadata.cached_values.setdefault(("take", *indices), ListMetadata())
+        tensors = list(map(self.tensors.__getitem__, indices))
+        return TensorList(tensors, metadata, dense_without_history=self.dense_without_history)

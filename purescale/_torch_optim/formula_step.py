@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, with_step_counted
-from .._optim.step_inputs import StepInputs
+from .._optim.optimizer_inputs import OptimizerInputs
 from .._torch import foreach, private
 from .._torch.dtypes import send_once, to_device, wide_dtype, widest_float
 from .._torch_optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
@@ -41,7 +41,7 @@ class FormulaStep:
 
     def __call__(
         self,
-        inputs: StepInputs,
+        inputs: OptimizerInputs,
         grads: Gradients,
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step with unscaled gradients, in fresh memory. Each

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, with_step_counted
-from .._optim.step_inputs import StepInputs
+from .._optim.optimizer_inputs import OptimizerInputs
 from .._torch.operators import define
 from .._torch.tracing import host_can_read, may_be_opaque
 from .._torch_optim.kernel_step import (
@@ -36,7 +36,7 @@ class KernelStepInTrace(KernelStep):
 
     kernel: FusedKernel  # others read values
 
-    def supports_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+    def supports_step(self, inputs: OptimizerInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the kernel takes the values of this step, and one opaque operator may
         stand for it. It returns slots as they are laid out, and the kernel walks them as the
         parameter.
@@ -53,7 +53,7 @@ class KernelStepInTrace(KernelStep):
 
     def __call__(
         self,
-        inputs: StepInputs,
+        inputs: OptimizerInputs,
         grads: Gradients,
         skip: Tensor | None,
         *,

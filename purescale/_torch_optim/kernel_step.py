@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, numbers_of, with_step_counted
-from .._optim.step_inputs import StepInputs
+from .._optim.optimizer_inputs import OptimizerInputs
 from .._torch import foreach
 from .._torch.dtypes import to_device
 from .._torch.foreach import same_memory_order
@@ -42,7 +42,11 @@ class KernelStep:
     """
 
     def __init__(
-        self, config: OptimizerConfig, kernel: Kernel, inputs: StepInputs, groups: list[ParamGroup]
+        self,
+        config: OptimizerConfig,
+        kernel: Kernel,
+        inputs: OptimizerInputs,
+        groups: list[ParamGroup],
     ) -> None:
         self._config, self.kernel = config, kernel
         leaves, structure = inputs.leaves_and_state_structure()
@@ -66,7 +70,7 @@ class KernelStep:
         self.pairs_to_lay_out = [] if self.leaves_fit else pairs
 
     def _plan_launches(
-        self, inputs: StepInputs, slot_lists: SlotLists, groups: list[ParamGroup]
+        self, inputs: OptimizerInputs, slot_lists: SlotLists, groups: list[ParamGroup]
     ) -> list[LaunchPlan]:
         """Return the launches of a step. `slot_lists` are those of the state, with the index of
         each leaf in its place.
@@ -96,7 +100,7 @@ class KernelStep:
                 )
         return launches
 
-    def supports_step(self, inputs: StepInputs, grads: Gradients, skip: Tensor | None) -> bool:
+    def supports_step(self, inputs: OptimizerInputs, grads: Gradients, skip: Tensor | None) -> bool:
         """Return True if the kernel takes the values of this step. The host must be able to read
         its settings, and a rate on an accelerator must be float32.
         """
@@ -114,7 +118,7 @@ class KernelStep:
 
     def __call__(
         self,
-        inputs: StepInputs,
+        inputs: OptimizerInputs,
         grads: Gradients,
         skip: Tensor | None,
         *,
@@ -170,7 +174,7 @@ class KernelStep:
                 settings,
                 params,
                 slots,
-                grads=grads.picked(launch.grad_indices),
+                grads=grads.take(launch.grad_indices),
                 counts=counts,
             )
             yield launch, call

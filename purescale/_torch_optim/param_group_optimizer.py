@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .._optim.opt_state import OptState
 from .._optim.optimizer import FlatOptimizer
+from .._optim.optimizer_inputs import OptimizerInputs
 from .._optim.param_structure import ParamStructure, named_params
-from .._optim.step_inputs import StepInputs
 from .._torch_optim.formula_step import FormulaStep
 from .._torch_optim.formulas import LeafSlots
 from .._torch_optim.in_state import with_stored
@@ -79,7 +79,7 @@ class ParamGroupOptimizer(FlatOptimizer):
             self.config.spec.construct(shapes, self.config.for_all.values)
         return opt_state, self._init_slots(named, self.config.evaluate_settings(opt_state))
 
-    def _checked_groups(self, inputs: StepInputs) -> list[ParamGroup]:
+    def _checked_groups(self, inputs: OptimizerInputs) -> list[ParamGroup]:
         """Return the groups of a step. Refuse what is not a state of this optimizer."""
         opt_state = inputs.opt_state
         if not isinstance(opt_state, OptState):
@@ -214,7 +214,7 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         counts = trees.pop(COUNT, ())
         return opt_state._replace(slots=trees, counts=counts)
 
-    def plan(self, inputs: StepInputs) -> KernelOrFormulaPlan:
+    def plan(self, inputs: OptimizerInputs) -> KernelOrFormulaPlan:
         """Return how a step is made. Refuse a state that does not belong to these parameters, as
         torch's kernels do not check what they read.
         """
@@ -233,7 +233,7 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
 
     def step_or_skip(
         self,
-        inputs: StepInputs,
+        inputs: OptimizerInputs,
         grads: Gradients,
         skip: Tensor | None = None,
         *,
@@ -245,7 +245,9 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
             return kernel_step(inputs, grads, skip, in_place=in_place)
         return super().step_or_skip(inputs, grads, skip, in_place=in_place)
 
-    def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
+    def compute_step(
+        self, inputs: OptimizerInputs, grads: Gradients
+    ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step by the formula, in fresh memory."""
         return self._formula_step(inputs, grads)
 

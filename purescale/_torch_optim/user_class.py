@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, with_step_counted
+from .._optim.optimizer_inputs import OptimizerInputs
 from .._optim.param_structure import foreign_parameters_error
-from .._optim.step_inputs import StepInputs
 from .._torch.dtypes import is_half, wide_dtype
 from .._torch_optim.in_state import read_numbers
 from .._torch_optim.param_group_optimizer import ParamGroupOptimizer
@@ -31,7 +31,7 @@ class UserClassOptimizer(ParamGroupOptimizer):
 
     may_add_slots = True
 
-    def plan(self, inputs: StepInputs) -> list[ParamGroup]:
+    def plan(self, inputs: OptimizerInputs) -> list[ParamGroup]:
         """Return the parameter groups. Refuse a state that does not belong to these parameters."""
         if inputs.context.traced or inputs.context.captured:
             raise ValueError(
@@ -45,7 +45,9 @@ class UserClassOptimizer(ParamGroupOptimizer):
             raise foreign_parameters_error(list(slots), names)
         return groups
 
-    def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], OptState]:
+    def compute_step(
+        self, inputs: OptimizerInputs, grads: Gradients
+    ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step of the class, in fresh memory. Half parameters
         and their slots are computed in float32.
         """

@@ -85,16 +85,20 @@ class Gradients(NamedTuple):
             for source in self.source_leaves
         ]
 
-    def picked(self, indices: Sequence[int]) -> Gradients:
-        """Return some of them, as in `TensorList.picked`."""
-        tensor_list = self.tensor_list.picked(indices)
-        if tensor_list is self.tensor_list:
-            return self
-        source_leaves = tensor_list.tensors
-        if not self.all_plain_dense:
-            present_sources = self.present_sources
-            source_leaves = [present_sources[index] for index in indices]
-        return self._replace(tensor_list=tensor_list, source_leaves=source_leaves)
+    def take(self, indices: Sequence[int | None]) -> Gradients:
+        """Return the gradients with these indices among the tensors, in rising order. None stands
+        for a leaf that is None.
+        """
+        if self.all_plain_dense:
+            tensor_list = self.tensor_list.take(indices)  # type: ignore[arg-type]
+            if tensor_list is self.tensor_list:
+                return self
+            return self._replace(tensor_list=tensor_list, source_leaves=tensor_list.tensors)
+        sources = self.present_sources
+        return self._replace(
+            tensor_list=self.tensor_list.take([n for n in indices if n is not None]),
+            source_leaves=[None if n is None else sources[n] for n in indices],
+        )
 
     def owned_unless_shared(self, others: Sequence[Any]) -> Gradients:
         """Return them, which were given up, owned if `others` do not share their memory."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._optim.opt_state import is_wrapped
 from .._optim.optimizer import Optimizer
-from .._optim.step_inputs import StepInputs
+from .._optim.optimizer_inputs import OptimizerInputs
 from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
@@ -297,11 +297,11 @@ class MasterOptimizer(Wrapper):
         rest = structure.unflatten(list(map(_first_rest, leaves)))
         return MasterState(self.optimizer.init(wide), rest)
 
-    def check_state(self, inputs: StepInputs) -> None:
+    def check_state(self, inputs: OptimizerInputs) -> None:
         """Refuse a state without the rest of these parameters."""
         _rest_of(inputs.param_structure.unflatten(inputs.params), inputs.opt_state)
 
-    def decode(self, inputs: StepInputs) -> StepInputs:
+    def decode(self, inputs: OptimizerInputs) -> OptimizerInputs:
         """Return the step's inputs with the masters and the inner state."""
         params, state = list(inputs.params), inputs.opt_state
         rest = inputs.param_structure.flatten_up_to(state.rest)
@@ -315,7 +315,7 @@ class MasterOptimizer(Wrapper):
         return inputs.with_params_and_state(params, state.inner)
 
     def encode(
-        self, inputs: StepInputs, params: list[Tensor], state: Tree
+        self, inputs: OptimizerInputs, params: list[Tensor], state: Tree
     ) -> tuple[list[Tensor], Tree]:
         """Split masters into two halves, or round them to the nearest float16."""
         old, stored = inputs.params, list(params)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._optim.optimizer import Optimizer
-from .._optim.step_inputs import StepInputs
+from .._optim.optimizer_inputs import OptimizerInputs
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype, widest_float
 from .._tree import pytree
@@ -102,11 +102,11 @@ class ScheduleFreeOptimizer(Wrapper):
             torch.full((), self._beta, dtype=widest_float(device), device=device),
         )
 
-    def check_state(self, inputs: StepInputs) -> None:
+    def check_state(self, inputs: OptimizerInputs) -> None:
         """Refuse a state without the iterate of these parameters."""
         _check_iterate(inputs.param_structure.unflatten(inputs.params), inputs.opt_state)
 
-    def decode(self, inputs: StepInputs) -> StepInputs:
+    def decode(self, inputs: OptimizerInputs) -> OptimizerInputs:
         """Return the step's inputs with a copy of the iterate in place of the parameters."""
         iterate = inputs.param_structure.flatten_up_to(inputs.opt_state.iterate)
         return inputs.with_params_and_state(
@@ -114,7 +114,7 @@ class ScheduleFreeOptimizer(Wrapper):
         )
 
     def encode(
-        self, inputs: StepInputs, params: list[Tensor], state: Tree
+        self, inputs: OptimizerInputs, params: list[Tensor], state: Tree
     ) -> tuple[list[Tensor], Tree]:
         """Average the new iterate in, and mix both. `params` are the iterate after the step."""
         _, iterate, applied, beta = inputs.opt_state

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._optim.opt_state import OptState, is_wrapped, map_opt_states, without_wrappers
 from .._optim.optimizer import Optimizer
-from .._optim.step_inputs import StepInputs
+from .._optim.optimizer_inputs import OptimizerInputs
 from .._torch import foreach
 from .._torch.dtypes import HALF, nearest_on_bits
 from .._torch.private import constant_while_compiling
@@ -145,7 +145,7 @@ class StateDtypeOptimizer(Wrapper):
         """Return the state itself, which has narrow tensors and no state within."""
         return opt_state
 
-    def check_state(self, inputs: StepInputs) -> None:
+    def check_state(self, inputs: OptimizerInputs) -> None:
         """Refuse a state in other dtypes."""
         paths, slots = _paths_and_slots(inputs.opt_state)
         for path, slot, wide in zip(paths, slots, self._wide_dtypes(inputs), strict=True):
@@ -156,25 +156,25 @@ class StateDtypeOptimizer(Wrapper):
                     "`opt_state = optimizer.init(params)`, or cast it there."
                 )
 
-    def _decoded_stand_ins(self, inputs: StepInputs) -> StepInputs:
+    def _decoded_stand_ins(self, inputs: OptimizerInputs) -> OptimizerInputs:
         """Return inputs with the metadata of `decode(inputs)`."""
         wide = stand_ins(_paths_and_slots(inputs.opt_state)[1], self._wide_dtypes(inputs))
         return inputs.with_state(_with_slots(inputs.opt_state, wide))
 
-    def decode(self, inputs: StepInputs) -> StepInputs:
+    def decode(self, inputs: OptimizerInputs) -> OptimizerInputs:
         """Return the step's inputs with the state in the dtypes of the inner optimizer."""
         wide = _cast(_paths_and_slots(inputs.opt_state)[1], self._wide_dtypes(inputs))
         return inputs.with_state(_with_slots(inputs.opt_state, wide))
 
     def encode(
-        self, inputs: StepInputs, params: list[Tensor], state: Tree
+        self, inputs: OptimizerInputs, params: list[Tensor], state: Tree
     ) -> tuple[list[Tensor], Tree]:
         """Cast the state back to the dtypes that it had."""
         before, after = (_paths_and_slots(each)[1] for each in (inputs.opt_state, state))
         stored = [slot.dtype if _can_be_cast(slot) else None for slot in before]
         return params, _with_slots(state, _cast(after, stored))
 
-    def _wide_dtypes(self, inputs: StepInputs) -> list[torch.dtype | None]:
+    def _wide_dtypes(self, inputs: OptimizerInputs) -> list[torch.dtype | None]:
         """Return the dtype in which the inner optimizer makes each slot, None for what is never
         cast.
         """

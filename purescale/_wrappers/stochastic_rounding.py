@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.optimizer import Optimizer
-from .._optim.step_inputs import StepInputs
+from .._optim.optimizer_inputs import OptimizerInputs
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import HALF, is_half, rounded_on_bits, send_once
@@ -277,18 +277,18 @@ class RoundingOptimizer(Wrapper):
         applied = torch.zeros((), dtype=torch.int64, device=device)
         return RoundingState(self.optimizer.init(wide), applied)
 
-    def check_state(self, inputs: StepInputs) -> None:
+    def check_state(self, inputs: OptimizerInputs) -> None:
         """Refuse a state without a count."""
         checked_state(inputs.opt_state, RoundingState)
 
-    def decode(self, inputs: StepInputs) -> StepInputs:
+    def decode(self, inputs: OptimizerInputs) -> OptimizerInputs:
         """Return the step's inputs with half parameters in float32."""
         params = inputs.params
         wide = [torch.float32 if is_half(param) else param.dtype for param in params]
         return inputs.with_params_and_state(foreach.cast(params, wide), inputs.opt_state.inner)
 
     def encode(
-        self, inputs: StepInputs, params: list[Tensor], state: Tree
+        self, inputs: OptimizerInputs, params: list[Tensor], state: Tree
     ) -> tuple[list[Tensor], Tree]:
         """Round the parameters that were half."""
         applied, positions = inputs.opt_state.applied, positions_of(inputs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer
-from .._optim.step_inputs import StepInputs
+from .._optim.optimizer_inputs import OptimizerInputs
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
 from .._torch.tensor_list import TensorList
@@ -59,19 +59,19 @@ class Wrapper(FlatOptimizer):
 
     # ---- for subclasses
 
-    def decode(self, inputs: StepInputs) -> StepInputs:
+    def decode(self, inputs: OptimizerInputs) -> OptimizerInputs:
         """Return the inputs of the inner optimizer's step. What is not stored in another form stays
         the same tensor.
         """
         raise NotImplementedError
 
     def encode(
-        self, inputs: StepInputs, params: list[Tensor], state: Tree
+        self, inputs: OptimizerInputs, params: list[Tensor], state: Tree
     ) -> tuple[list[Tensor], Tree]:
         """Return parameters and the state after the step, from those of the inner optimizer."""
         raise NotImplementedError
 
-    def check_state(self, inputs: StepInputs) -> None:
+    def check_state(self, inputs: OptimizerInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
 
     def inner_state(self, opt_state: Tree) -> Tree:
@@ -88,7 +88,7 @@ class Wrapper(FlatOptimizer):
 
     # ---- the step
 
-    def plan(self, inputs: StepInputs) -> list[Piece]:
+    def plan(self, inputs: OptimizerInputs) -> list[Piece]:
         """Return the pieces of a step. Refuse a state that does not belong to these parameters, and
         what the inner optimizer refuses.
         """
@@ -101,12 +101,12 @@ class Wrapper(FlatOptimizer):
             pieces = list(map(Piece, cuts, map(self.flat_optimizer.plan, decoded)))
         return pieces
 
-    def _inner_can_skip(self, inputs: StepInputs) -> bool:
+    def _inner_can_skip(self, inputs: OptimizerInputs) -> bool:
         """Return True if the inner optimizer itself chooses between old and new, in place."""
         is_compiled = inputs.context.traced and torch.compiler.is_compiling()
         return self.can_step_in_pieces and not (is_compiled or self.differentiable)
 
-    def _decoded_stand_ins(self, inputs: StepInputs) -> StepInputs:
+    def _decoded_stand_ins(self, inputs: OptimizerInputs) -> OptimizerInputs:
         """Return inputs with the metadata of `decode(inputs)`."""
         params = inputs.params
         if self.widens_params:
@@ -118,14 +118,14 @@ class Wrapper(FlatOptimizer):
         """Return the settings of the inner optimizer's step."""
         return self.flat_optimizer.evaluate_settings(self.inner_state(opt_state))
 
-    def compute_step(self, inputs: StepInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
+    def compute_step(self, inputs: OptimizerInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
         """Return parameters and state after the step with unscaled gradients."""
         [piece] = inputs.plan
         return self._step_piece(piece, inputs, grads)[0]
 
     def step_or_skip(
         self,
-        inputs: StepInputs,
+        inputs: OptimizerInputs,
         grads: Gradients,
         skip: Tensor | None = None,
         *,
@@ -169,7 +169,7 @@ class Wrapper(FlatOptimizer):
     def _step_piece(
         self,
         piece: Piece,
-        inputs: StepInputs,
+        inputs: OptimizerInputs,
         grads: Gradients,
         skip: Tensor | None = None,
         *,
@@ -203,7 +203,7 @@ class Position(NamedTuple):
     dtensor: Any  # the DTensor that this rank has a part of, or None
 
 
-def positions_of(inputs: StepInputs) -> list[Position]:
+def positions_of(inputs: OptimizerInputs) -> list[Position]:
     """Return the position of each parameter's elements."""
     if inputs.piece_positions is not None:
         return cast(list[Position], inputs.piece_positions)
@@ -221,7 +221,7 @@ class Piece(NamedTuple):
     plan: Any  # of the inner optimizer
 
 
-def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
+def _cuts(inputs: OptimizerInputs, *, cut_leaves: bool) -> list[Cut]:
     """Return the elements of the parameters in each piece: whole parameters up to a number of
     elements, or a part of a larger one.
     """
@@ -247,14 +247,14 @@ def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
     return cuts
 
 
-def _inputs_of_pieces(inputs: StepInputs, cuts: list[Cut]) -> list[StepInputs]:
+def _inputs_of_pieces(inputs: OptimizerInputs, cuts: list[Cut]) -> list[OptimizerInputs]:
     """Return the inputs of each piece, which share the memory of `inputs`."""
     positions, pieces = positions_of(inputs), []
     for cut in cuts:
         starts = [(positions[n], span.start) for n, span in cut.items()]
-        piece = StepInputs(
+        piece = OptimizerInputs(
             inputs.context,
-            inputs.param_structure.picked(cut),
+            inputs.param_structure.take(cut),
             TensorList([_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]),
             _cut_state(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
             piece_positions=[place._replace(start=place.start + start) for place, start in starts],
@@ -264,7 +264,7 @@ def _inputs_of_pieces(inputs: StepInputs, cuts: list[Cut]) -> list[StepInputs]:
     return pieces
 
 
-def _grads_of_piece(inputs: StepInputs, grads: Gradients, cut: Cut) -> Gradients:
+def _grads_of_piece(inputs: OptimizerInputs, grads: Gradients, cut: Cut) -> Gradients:
     """Return the gradients of a piece, which share the memory of `grads`."""
     leaves = inputs.grads_of_params(grads)
     parts = [_cut(leaves[n], inputs.params[n], span) for n, span in cut.items()]
@@ -282,7 +282,7 @@ def _cut(value: Any, param: Tensor, span: slice) -> Any:
     return value if span.stop == param.numel() else value.clone()
 
 
-def _cut_state(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree:
+def _cut_state(state: Tree, inputs: OptimizerInputs, cut: Cut, *, last: bool) -> Tree:
     """Return what a piece has of an optimizer's state. Numbers of the whole state belong to the
     last piece; the other pieces get copies.
     """
@@ -304,7 +304,7 @@ def _cut_state(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree
     return type(state)(**fields)
 
 
-def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
+def _off_graph(inputs: OptimizerInputs, *, copy: bool) -> OptimizerInputs:
     """Return the inputs with parameters and state that may be overwritten."""
     leaves, structure = pytree.flatten((inputs.params, inputs.opt_state))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]

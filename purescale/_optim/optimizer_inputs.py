@@ -25,7 +25,7 @@ class OptimizerTraits(Protocol):
     elementwise: bool | None
 
 
-class StepInputs(NamedTuple):
+class OptimizerInputs(NamedTuple):
     """The inputs of one step of an optimizer besides its gradients, which may still be scaled:
     parameters and state, on this rank.
     """
@@ -56,7 +56,7 @@ class StepInputs(NamedTuple):
         flat_opt_state: FlatTree,
         metadata: ListMetadata | None = None,
         **others: Any,
-    ) -> StepInputs:
+    ) -> OptimizerInputs:
         """Return the inputs of a step whose tensors are `dense_without_history`. `metadata` is that
         of `params_and_state`; `others` are other fields.
         """
@@ -83,11 +83,11 @@ class StepInputs(NamedTuple):
             return self.params
         return self.param_structure.flatten_up_to(self.global_trees[0])
 
-    def with_params_and_state(self, params: list[Tensor], opt_state: Tree) -> StepInputs:
+    def with_params_and_state(self, params: list[Tensor], opt_state: Tree) -> OptimizerInputs:
         """Return the inputs with other tensors in place of the parameters, and this state."""
         return self.with_state(opt_state)._replace(param_list=TensorList(params))
 
-    def with_state(self, opt_state: Tree) -> StepInputs:
+    def with_state(self, opt_state: Tree) -> OptimizerInputs:
         """Return the inputs with another state."""
         return self._replace(opt_state=opt_state, params_and_state=None)
 
@@ -143,13 +143,13 @@ class StepInputs(NamedTuple):
         return pytree.map(dtensor.from_local_like, self.global_trees, trees)
 
 
-def make_step_inputs(
+def make_optimizer_inputs(
     optimizer: OptimizerTraits,
     context: CallContext,
     flat_params: FlatTree,
     flat_opt_state: FlatTree,
     flat_grads: FlatTree | None = None,
-) -> StepInputs:
+) -> OptimizerInputs:
     """Return the inputs of a step over checked parameters. Refuse, naming the leaf, tensors on a
     graph, and shards of a parameter that the optimizer needs as a whole. `flat_grads=None` means
     that the gradients are still to be made.
@@ -168,7 +168,7 @@ def make_step_inputs(
     is_present = [leaf is not None for leaf in leaves]
     param_structure = ParamStructure.of_names(flat_params.structure, names, is_present, has_grad)
     if dense_without_history:
-        return StepInputs.of_dense(context, param_structure, flat_params, flat_opt_state)
+        return OptimizerInputs.of_dense(context, param_structure, flat_params, flat_opt_state)
     leaves = [  # torch's kernels ignore lazy negation
         leaf.resolve_conj().resolve_neg()
         if isinstance(leaf, Tensor) and is_unresolved(leaf)
@@ -183,7 +183,7 @@ def make_step_inputs(
         shard = functools.partial(dtensor.local_shard, on_graph=optimizer.differentiable)
         leaves, state = list(map(shard, leaves)), pytree.map(shard, state)
     present = TensorList(param_structure.pick_present(leaves))
-    return StepInputs(context, param_structure, present, state, global_trees=global_trees)
+    return OptimizerInputs(context, param_structure, present, state, global_trees=global_trees)
 
 
 def _check_shards(

@@ -132,7 +132,7 @@ Beside it: purescale.types, the records that only annotations name; purescale.te
 import sys as _sys
 
 from ._module.functional import make_functional as make_functional
-from ._module.registered import load_into as load_into
+from ._module.load_into import load_into as load_into
 
 from ._module.policy import Policy as Policy, policy as policy, with_policy as with_policy
 from ._module.policy import norms_in_float32 as norms_in_float32

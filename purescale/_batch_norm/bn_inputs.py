@@ -133,7 +133,7 @@ class CaptureForEval(CaptureBatchNorm):
     their running statistics.
     """
 
-    local_statistics = True  # LocalSyncBatchNorm of `walk.py` reads this
+    local_statistics = True  # LocalSyncBatchNorm of `substitutes.py` reads this
 
     def __init__(self, num_final: int) -> None:
         super().__init__()

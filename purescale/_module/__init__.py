@@ -7,9 +7,9 @@ do not reach the function, and a call does not change the module.
 once:    model -> registered_tensors (their names, state attributes among them) -> recipe_of
          -> Recipe (rows of all objects) -> with_modes, one for train=False and one for train=True
 a call:  params, buffers -> Recipe.make -> ModelCopy -> its forward -> after_forward.new_buffers
-         The first ones also warn of state that the copy takes with it: warn_of_attributes
+         The first ones also warn of state that the copy takes with it: lost_state.py
 
-Entry: `functional.make_functional`, `registered.load_into`, its inverse, `policy.with_policy`,
+Entry: `functional.make_functional`, `load_into.load_into`, its inverse, `policy.with_policy`,
 `policy.norms_in_float32`.
 Hands on: `Apply`, called as `apply(params, buffers, *args)`, and the two dicts `params` and
 `buffers`; `policy.Policy`, the dtypes of parameters, computation, output and norms.

@@ -13,15 +13,13 @@ import torch
 from torch import nn
 
 from .._module.after_forward import (
-    NewTensors,
     check_registrations,
     check_writes,
     new_buffers,
     rerun_under,
     stamps,
-    warn_of_attributes,
-    watch_backward,
 )
+from .._module.lost_state import NewTensors, warn_of_attributes, watch_backward
 from .._module.recipe import ModelCopy, Recipe
 from .._module.registered import (
     RegisteredTensors,
@@ -44,7 +42,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any], bool, Method]
 
 
 @dataclasses.dataclass
-class Learned:
+class CallHistory:
     """The facts about a model that its calls have shown, on which no result depends."""
 
     # By `train`. Once a forward has filled what copies share, or a call began before another one
@@ -64,7 +62,7 @@ class Apply:
     method=None, **kwargs) -> (out, new_buffers)`.
     """
 
-    _learned: Learned
+    _history: CallHistory
     _param_names: frozenset[str]
     _buffer_names: frozenset[str]
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
@@ -108,12 +106,12 @@ class Apply:
         # Writes into these copies do not reach params. The compiler removes unused copies.
         tensors = {name: param.clone() for name, param in params.items()} | own_buffers
         _, _, train, _ = call
-        return self._forward(self._learned.recipes[train], tensors, own_buffers, call)[1:]
+        return self._forward(self._history.recipes[train], tensors, own_buffers, call)[1:]
 
     @private.only_inlined
     def _eager(self, params: Tensors, buffers: Tensors, call: Call) -> tuple[Any, Tensors]:
         """Run the forward eagerly, and put back what it changed of what other calls read."""
-        learned, (_, _, train, method) = self._learned, call
+        history, (_, _, train, method) = self._history, call
         transformed, has_graph = under_transform(), torch.is_grad_enabled()
         constants = {name for name in self._constants if is_constant(buffers[name])}
         # List kernels have no vmap rule.
@@ -122,24 +120,24 @@ class Apply:
         for name in self._renormalised:
             tensors[name] = params[name].clone()
         watched = params | {name: buffers[name] for name in constants} if constants else params
-        is_first = has_graph and train and learned.compares_values and not transformed
+        is_first = has_graph and train and history.compares_values and not transformed
         before = stamps(watched.values(), transformed, addresses=is_first)
         values: Tensors = {}  # to find writes through `.data`, once
         if is_first:
-            learned.compares_values = False
+            history.compares_values = False
             values = _detached_copies(params) if host_can_read(list(params.values())) else {}
 
         try:
-            learned.idle.pop()  # succeeds in one thread only
+            history.idle.pop()  # succeeds in one thread only
         except IndexError:
-            learned.recipes = _with_own_empty(learned.recipes)
-        recipes, flags = learned.recipes, list(map(_requires_grad, tensors.values()))
+            history.recipes = _with_own_empty(history.recipes)
+        recipes, flags = history.recipes, list(map(_requires_grad, tensors.values()))
         try:
             copy, out, new = self._forward(recipes[train], tensors, own_buffers, call)
         finally:
             if filled := any(recipes[train].shared_empty):
-                learned.recipes = _with_own_empty(recipes)
-            learned.idle = [True]
+                history.recipes = _with_own_empty(recipes)
+            history.idle = [True]
             if list(map(_requires_grad, tensors.values())) != flags:
                 for tensor, flag in zip(tensors.values(), flags, strict=True):
                     if tensor.is_leaf:
@@ -150,8 +148,8 @@ class Apply:
         after = stamps(watched.values(), transformed, addresses=is_first)
         if after != before or values:
             check_writes(watched, before, after, values)
-        if train in learned.first_calls and not callable(method):
-            warn_of_attributes(learned.recipes[train], copy, train, learned.first_calls)
+        if train in history.first_calls and not callable(method):
+            warn_of_attributes(history.recipes[train], copy, train, history.first_calls)
         if has_graph:
             if is_first:
                 watch_backward(copy, own_buffers.keys() - self.frozen_params - constants)
@@ -328,7 +326,7 @@ def make_functional(
     recipe = recipe_of(model, registered)
     evaluating, training = _modes_of(model, recipe, params | buffers)
     apply = Apply(
-        Learned((recipe.with_modes(evaluating), recipe.with_modes(training))),
+        CallHistory((recipe.with_modes(evaluating), recipe.with_modes(training))),
         _param_names=frozenset(params),
         _buffer_names=frozenset(buffers),
         frozen_params=frozenset(frozen),

@@ -210,8 +210,8 @@ def with_policy(
     Source of the rule: jmp.Policy; mmpose's patch_norm_fp32 and apex's keep_batchnorm_fp32, which
     rewrite the module instead.
     """
-    rules = _parse(policy) if isinstance(policy, str) else policy
-    if not isinstance(rules, Policy):
+    dtypes = _parse(policy) if isinstance(policy, str) else policy
+    if not isinstance(dtypes, Policy):
         raise TypeError(
             f"with_policy takes a Policy or its string, got {policy!r}. Fix: "
             "policy('params=float32,compute=float16,output=float32')."
@@ -219,11 +219,11 @@ def with_policy(
     norm_params: frozenset[str] = getattr(apply, "norm_params", frozenset())
     frozen_params: frozenset[str] = getattr(apply, "frozen_params", frozenset())
 
-    def compute(weights: Tensors) -> Tensors:
-        if rules.autocast:
+    def cast_weights(weights: Tensors) -> Tensors:
+        if dtypes.autocast:
             return weights
         return {
-            name: weight.to(rules.norm_dtype if name in norm_params else rules.compute_dtype)
+            name: weight.to(dtypes.norm_dtype if name in norm_params else dtypes.compute_dtype)
             if weight.is_floating_point()
             else weight
             for name, weight in weights.items()
@@ -234,31 +234,33 @@ def with_policy(
         params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any
     ) -> tuple[Any, Tensors]:
         check_dicts(params, buffers)
-        _check_params(params, rules)
+        _check_params(params, dtypes)
         frozen = {name: buffer for name, buffer in buffers.items() if name in frozen_params}
-        if not rules.autocast:
-            args, kwargs = cast((args, kwargs), rules.compute_dtype)
+        if not dtypes.autocast:
+            args, kwargs = cast((args, kwargs), dtypes.compute_dtype)
         device = next((weight.device.type for weight in params.values()), "cpu")
-        norm_dtype = rules.norm_dtype or (torch.float32 if under_transform() else None)
+        norm_dtype = dtypes.norm_dtype or (torch.float32 if under_transform() else None)
         norms = (
             nullcontext()
-            if norm_dtype is None or {rules.compute_dtype, norm_dtype} == {torch.float32}
-            else _NormsIn(norm_dtype, (rules.compute_dtype,))
+            if norm_dtype is None or {dtypes.compute_dtype, norm_dtype} == {torch.float32}
+            else _NormsIn(norm_dtype, (dtypes.compute_dtype,))
         )
         with (
-            torch.autocast(device, rules.compute_dtype) if rules.autocast else nullcontext(),
+            torch.autocast(device, dtypes.compute_dtype) if dtypes.autocast else nullcontext(),
             norms,
         ):
-            computed = compute(frozen)
-            out, new_buffers = apply(compute(params), {**buffers, **computed}, *args, **kwargs)
+            computed = cast_weights(frozen)
+            out, new_buffers = apply(cast_weights(params), {**buffers, **computed}, *args, **kwargs)
         for name in computed.keys() & new_buffers.keys():
-            new_buffers[name] = _written(frozen[name], computed[name], new_buffers[name])
-        return cast(out, rules.output_dtype), new_buffers
+            new_buffers[name] = _frozen_after_forward(
+                frozen[name], computed[name], new_buffers[name]
+            )
+        return cast(out, dtypes.output_dtype), new_buffers
 
     return cast_apply
 
 
-def _written(old: Tensor, computed: Tensor, new: Tensor) -> Tensor:
+def _frozen_after_forward(old: Tensor, computed: Tensor, new: Tensor) -> Tensor:
     """Return a frozen parameter after a forward, which was called with `computed`, its cast: the
     elements that it wrote are those of `new`, all others have the bits of `old`.
     """
@@ -267,12 +269,12 @@ def _written(old: Tensor, computed: Tensor, new: Tensor) -> Tensor:
     return torch.where(new == computed, old, new.to(old.dtype))
 
 
-def _check_params(params: Tensors, rules: Policy) -> None:
+def _check_params(params: Tensors, policy: Policy) -> None:
     for name, weight in params.items():
-        if weight.is_floating_point() and weight.dtype is not rules.param_dtype:
+        if weight.is_floating_point() and weight.dtype is not policy.param_dtype:
             raise TypeError(
                 f"params[{name!r}] is {weight.dtype}; the policy keeps parameters in "
-                f"{rules.param_dtype} and casts them itself. Fix: `params = "
+                f"{policy.param_dtype} and casts them itself. Fix: `params = "
                 "policy.cast_to_param(params)`, or "
                 f"'params={str(weight.dtype).removeprefix('torch.')}' in the policy."
             )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._module.registered import STORE_NAMES, Tensors
+from .._module.registered import REGISTRY_NAMES, Tensors
 from .._torch import private
 
 
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     holder: int
     key: Any
     path: str  # in the model
-    in_store: bool  # in `_parameters` or `_buffers` of a module
+    in_registry: bool  # in `_parameters` or `_buffers` of a module
 
 
 class StateContainer(NamedTuple):
@@ -52,13 +52,12 @@ class Layout:
     # unpacks thousands, and Python unpacks a NamedTuple seven times as slowly.
     links: tuple[tuple[int, Any, int], ...]
     arguments: tuple[str, ...]  # parameters and buffers
-    # Of each argument. Those in stores come first.
-    places_of_arguments: tuple[tuple[str, tuple[Place, ...]], ...]
+    places_of_arguments: tuple[tuple[Place, ...], ...]  # of each; those in registries come first
     state_containers: tuple[StateContainer, ...]
     has_state: bool  # in plain attributes
     modules: tuple[int, ...]  # in the order of `model.modules()`
-    store_rows: tuple[tuple[int, int, str], ...]  # container, module, attribute
-    registered: tuple[int, ...]  # the objects in all stores, in the order of their rows
+    registry_rows: tuple[tuple[int, int, str], ...]  # container, module, attribute
+    registry_values: tuple[int, ...]  # the objects in all registries, in the order of their rows
     views: tuple[tuple[int, str], ...]  # tensors that share memory in the model, with their paths
 
 
@@ -69,7 +68,7 @@ class ModelCopy:
     arguments: Tensors  # all parameters and buffers, as they are in it before the forward
     objects: list[Any]
     contents: list[Any]  # by number: the `__dict__` of an instance, a container itself
-    store_dicts: list[dict[str, Any]]  # of `layout.store_rows`
+    registries: list[dict[str, Any]]  # of `layout.registry_rows`
     root: nn.Module
 
     def modules(self) -> list[nn.Module]:
@@ -92,7 +91,7 @@ class Recipe:
 
     classes: list[Any]  # of the instances: modules and helper objects
     attributes: list[dict[str, Any]]  # of the instances
-    containers: list[Any]  # stores before others
+    containers: list[Any]  # registries before others
     plain_tensors: list[Tensor]  # in plain attributes: those that are not arguments
     shared_parts: list[Any]  # of immutable objects; and placeholders that refuse to be read
     immutables: list[tuple[Callable[..., Any], list[int]]]  # `build(*parts)`
@@ -111,11 +110,11 @@ class Recipe:
         objects: list[Any] = list(map(object.__new__, self.classes))
         contents: list[Any] = [instance.__dict__ for instance in objects]
         list(map(dict.update, contents, self.attributes))
-        own_stores = []
+        own_registries = []
         for number, key, cls in () if self.shared_empty else self.empty_places:
             contents[number][key] = cls()
-            if key in STORE_NAMES:
-                own_stores.append(contents[number][key])
+            if key in REGISTRY_NAMES:
+                own_registries.append(contents[number][key])
         containers = [template.copy() for template in self.containers]
         contents += containers
         objects += containers
@@ -129,7 +128,7 @@ class Recipe:
         if is_compiling:
             # nn.Module.__setattr__ looks at its `__func__` where a forward replaces a buffer, which
             # torch.compile does not see of a method of a module that is made within the graph.
-            for _, module, attribute in layout.store_rows:
+            for _, module, attribute in layout.registry_rows:
                 register = self.classes[module].register_buffer
                 if attribute == "_buffers" and register is nn.Module.register_buffer:
                     contents[module]["register_buffer"] = register.__get__(objects[module])
@@ -137,7 +136,7 @@ class Recipe:
         copy = ModelCopy()
         copy.layout, copy.arguments = layout, arguments
         copy.objects, copy.contents = objects, contents
-        copy.store_dicts = containers[: len(layout.store_rows)] + own_stores
+        copy.registries = containers[: len(layout.registry_rows)] + own_registries
         copy.root = objects[layout.modules[0]]
         return copy
 

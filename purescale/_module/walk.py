@@ -37,11 +37,12 @@ from torch import Tensor, nn
 from .._module.recipe import Layout, Place, Recipe, StateContainer, share_layout
 from .._module.registered import (
     MODULE_ATTRIBUTES,
-    STORE_NAMES,
+    REGISTRY_NAMES,
     RegisteredTensors,
     Tensors,
     keys_of,
 )
+from .._module.substitutes import COMPUTED, LocalSyncBatchNorm, Unreadable, flatten_nothing
 from .._torch import private
 from .._torch.donation import storage_pointer
 
@@ -89,7 +90,7 @@ class _Walk:
 
     def __init__(self, registered: RegisteredTensors) -> None:
         self.instances: dict[Identity, tuple[type, dict[str, Any]]] = {}  # class and attributes
-        self.stores: dict[Identity, dict[str, Any]] = {}  # with what is registered in a module
+        self.registries: dict[Identity, dict[str, Any]] = {}  # with what is registered in a module
         self.containers: dict[Identity, Any] = {}
         self.arguments = dict.fromkeys(registered.first_name_of.values())
         self.plain_tensors: dict[Identity, Tensor] = {}
@@ -98,7 +99,7 @@ class _Walk:
         self.shared_empty: list[Any] = []
         self.empty_places: list[tuple[Identity, str, type]] = []  # of these
         self.links: list[tuple[Identity, Any, Identity, str]] = []  # holder, key, object, path
-        self.owner_of_store: dict[Identity, tuple[Identity, str]] = {}  # module, attribute
+        self.owner_of_registry: dict[Identity, tuple[Identity, str]] = {}  # module, attribute
         # By id. None: copies share the object.
         self.identities: dict[int, Identity | None] = {**registered.first_name_of}
         self.visited: Objects = []  # keeps objects alive, so that an id stays theirs
@@ -130,7 +131,7 @@ class _Walk:
         if isinstance(obj, Tensor):
             if obj.is_leaf and storage_pointer(obj) not in self.memories:
                 return self._add(self.plain_tensors, obj, obj.detach().clone())
-            return self._add(self.shared_parts, obj, Unreadable(_COMPUTED.format(path)))
+            return self._add(self.shared_parts, obj, Unreadable(COMPUTED.format(path)))
         if cls.__name__ == "OptimizedModule":  # by torch.compile: what it compiles
             self.identities[id(obj)] = self._visit(obj._orig_mod, path)
             return self.identities[id(obj)]
@@ -192,7 +193,7 @@ class _Walk:
             )
         attributes = vars(module).copy()
         if isinstance(module, nn.RNNBase):  # on CUDA it moves the weights into one block of memory
-            attributes["flatten_parameters"] = _left_as_they_are
+            attributes["flatten_parameters"] = flatten_nothing
             attributes["_flat_weight_refs"] = [None] * len(attributes["_flat_weights"])
         if "_compiled_call_impl" in attributes:  # of `module.compile()`
             attributes["_compiled_call_impl"] = None
@@ -202,13 +203,13 @@ class _Walk:
         is_torchs = cls.__module__.startswith("torch.nn.modules.") and "forward" not in attributes
         for key in filter(attributes.__contains__, _OF_A_MODULE):
             value = attributes[key]
-            if key in STORE_NAMES and (value or not is_torchs):
+            if key in REGISTRY_NAMES and (value or not is_torchs):
                 template, attributes[key], items[key] = dict(value), None, None
                 self.containers.pop(id(value), None)  # an attribute may have led to it before
-                store = self._add(self.stores, value, template)
-                self.owner_of_store[store] = identity, key
-                self.links.append((identity, key, store, path))
-                self._visit_later(store, template, value.items(), path)
+                registry = self._add(self.registries, value, template)
+                self.owner_of_registry[registry] = identity, key
+                self.links.append((identity, key, registry, path))
+                self._visit_later(registry, template, value.items(), path)
             elif not value or "state_dict" in key:  # which no forward reads
                 attributes[key], items[key] = type(value)(), None
                 self.shared_empty.append(attributes[key])
@@ -220,7 +221,13 @@ class _Walk:
 
     def recipe(self, modules: list[nn.Module]) -> Recipe:
         """Return the recipe, in which objects have numbers in place of identities."""
-        rows = (self.instances, self.stores, self.containers, self.arguments, self.plain_tensors)
+        rows = (
+            self.instances,
+            self.registries,
+            self.containers,
+            self.arguments,
+            self.plain_tensors,
+        )
         identities = itertools.chain(*rows, self.shared_parts, self.immutables)
         numbers = {identity: number for number, identity in enumerate(identities)}
         key, layout = share_layout(self._layout(numbers, modules))
@@ -228,7 +235,7 @@ class _Walk:
         return Recipe(
             classes=classes,
             attributes=attributes,
-            containers=[*self.stores.values(), *self.containers.values()],
+            containers=[*self.registries.values(), *self.containers.values()],
             plain_tensors=list(self.plain_tensors.values()),
             shared_parts=list(self.shared_parts.values()),
             immutables=[
@@ -244,15 +251,15 @@ class _Walk:
     def _layout(self, numbers: dict[Any, int], modules: list[nn.Module]) -> Layout:
         places: dict[Any, list[Place]] = collections.defaultdict(list)
         for holder, key, identity, path in self.links:
-            place = Place(numbers[holder], key, path, holder in self.owner_of_store)
+            place = Place(numbers[holder], key, path, holder in self.owner_of_registry)
             places[identity].append(place)
         places_of_arguments = tuple(
-            (name, tuple(sorted(places[name], key=lambda p: (not p.in_store, p.path != name))))
+            tuple(sorted(places[name], key=lambda p: (not p.in_registry, p.path != name)))
             for name in self.arguments
         )
         # Of tensors in plain attributes, and in lists and dicts there.
         holders_of_state = {
-            first.holder for _, (first, *_) in places_of_arguments if not first.in_store
+            first.holder for first, *_ in places_of_arguments if not first.in_registry
         }
         linked = {(holder, key): obj for holder, key, obj, _ in self.links}
         plain = [(path, t) for path, t in self.visited if id(t) in self.plain_tensors]
@@ -268,13 +275,13 @@ class _Walk:
             ),
             has_state=bool(holders_of_state),
             modules=tuple(numbers[self.identities[id(module)]] for module in modules),
-            store_rows=tuple(
-                (numbers[store], numbers[module], key)
-                for store, (module, key) in self.owner_of_store.items()
+            registry_rows=tuple(
+                (numbers[registry], numbers[module], key)
+                for registry, (module, key) in self.owner_of_registry.items()
             ),
-            registered=tuple(
-                numbers[linked.get((store, key), id(None))]
-                for store, template in self.stores.items()
+            registry_values=tuple(
+                numbers[linked.get((registry, key), id(None))]
+                for registry, template in self.registries.items()
                 for key in template
             ),
             views=tuple(
@@ -284,17 +291,6 @@ class _Walk:
 
 
 # ---- kinds of objects ----------------------------------------------------------------------------
-
-
-class LocalSyncBatchNorm(nn.SyncBatchNorm):
-    """A SyncBatchNorm that uses the statistics of this rank alone inside a mode with
-    `local_statistics`; these are reduced over ranks afterwards.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        is_local = any(hasattr(mode, "local_statistics") for mode in private.function_modes())
-        out: Tensor = (nn.BatchNorm1d if is_local else nn.SyncBatchNorm).forward(self, input)
-        return out
 
 
 def _is_array(obj: Any) -> bool:
@@ -329,10 +325,6 @@ def _is_helper(cls: type) -> bool:
         or any(getattr(cls, name, None) is not getattr(object, name, None) for name in special)
         or _obstacle(cls)
     )
-
-
-def _left_as_they_are() -> None:
-    """Replaces RNNBase.flatten_parameters."""
 
 
 def _parts_of_immutable(obj: Any) -> tuple[Callable[..., Any], list[Any]] | None:
@@ -433,36 +425,3 @@ def _check_class_attributes(
                         "of it, which would follow the live model and not params. Fix: register it "
                         f"in `__init__`, `self.{key} = ...`, and remove it from the class."
                     )
-
-
-# ---- tensors without a value ---------------------------------------------------------------------
-
-_COMPUTED = (
-    "{} of the model was computed from a parameter or buffer, or is a view of one, made before "
-    "make_functional: it would not change with params. Fix: compute it in forward; if it is state "
-    "that forward keeps, name it in `make_functional(model, state_attributes=...)`."
-)
-
-
-class Unreadable:
-    """A placeholder that refuses arithmetic, for a tensor that has no value in a call."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(self.why)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = private.pytree.tree_leaves((args, kwargs))
-        next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)  # what Python itself asks for, such as __deepcopy__
-        self._refuse()
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
-    __rmatmul__ = __truediv__ = __rtruediv__ = __pow__ = __neg__ = __getitem__ = _refuse
-    __bool__ = __len__ = __iter__ = __float__ = __int__ = _refuse

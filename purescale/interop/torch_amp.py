@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._loss_scale.rules import NoScale, ScalerState
 from .._module.functional import Apply, make_functional
-from .._module.registered import load_into
+from .._module.load_into import load_into
 from .._optim.opt_state import OptState
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float

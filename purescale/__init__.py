@@ -209,7 +209,7 @@ from ._jit.jit import jit as jit
 from ._jit.scan_steps import scan_steps as scan_steps
 from ._jit.capture import capture as capture
 from ._runs.vjp_through import vjp_through as vjp_through, RunGradient as RunGradient
-from ._tree.states import fingerprint as fingerprint
+from ._tree.fingerprint import fingerprint as fingerprint
 
 from ._checkpoint import to_state_dict as to_state_dict, from_state_dict as from_state_dict
 from ._checkpoint import save as save, load as load
@@ -217,7 +217,8 @@ from ._checkpoint import save as save, load as load
 from ._tree.hints import hint_attributes as _hint_attributes
 from ._tree.select import select as select
 from ._tree.pytree import clone as clone
-from ._tree.states import stack_states as stack_states, member as member, ema as ema
+from ._tree.stacking import stack_states as stack_states, member as member
+from ._tree.ema import ema as ema
 
 from . import simulate as simulate
 from . import interop as interop

@@ -56,13 +56,13 @@ def to_state_dict(tree: Tree) -> dict[str, Any]:
 def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
     d: dict[str, Any] = {_VERSION_KEY: torch.tensor(_VERSION, device="cpu")}
     for index, (keys, leaf) in enumerate(
-        zip(pytree.keys(tree), pytree.flatten(tree)[0], strict=True)
+        zip(pytree.key_paths(tree), pytree.flatten(tree)[0], strict=True)
     ):
         if leaf is None:
             continue
         if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.is_mkldnn:
             raise TypeError(
-                f"{pytree.paths(tree, name)[index]} is {kind_of(leaf)}; a checkpoint holds dense, "
+                f"{pytree.path(tree, name, index)} is {kind_of(leaf)}; a checkpoint holds dense, "
                 "sparse and distributed tensors, in dicts, lists, tuples and NamedTuples. Fix: "
                 "`torch.tensor(...)` for a number, `.to_dense()` for a tensor in mkldnn's layout; "
                 "keep settings in the code that makes the state."
@@ -73,7 +73,7 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or last in node:
             raise ValueError(
-                f"{pytree.paths(tree, name)[index]} has the name of another leaf, "
+                f"{pytree.path(tree, name, index)} has the name of another leaf, "
                 f"{'.'.join(keys)!r}. Likely cause: a dict with a key and its string, such as 0 "
                 "and '0'. Fix: rename one."
             )
@@ -116,7 +116,7 @@ def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
         None
         if leaf is None
         else pytree.detach_unless_transformed(functools.reduce(operator.getitem, keys, d["tree"]))
-        for keys, leaf in zip(pytree.keys(like), leaves, strict=True)
+        for keys, leaf in zip(pytree.key_paths(like), leaves, strict=True)
     ]
     # Two leaves of a file may share memory, as tied weights do: a later donation of one leaf would
     # reach the other.

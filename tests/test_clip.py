@@ -31,7 +31,7 @@ import purescale as ps
 from purescale._grads import clip
 from purescale._grads.measure import StatsOptions, measure, measure_exactly
 from purescale._torch import dtensor
-from purescale._tree.gradients import Pending, as_gradients
+from purescale._tree.gradients import Gradients, Pending
 from purescale.testing import assert_pure, assert_vmap_equals_loop
 
 norm_types = st.sampled_from([1.0, 2.0, 3.0, 0.5, math.inf])
@@ -72,7 +72,7 @@ def test_what_a_cpu_reads_is_what_the_specification_computes(tree, scale, diviso
         divisor = scale if divisor == "scale" else torch.tensor(divisor)
     for norm_type, owned in itertools.product((None, 2.0, 3.0), (False, True)):
         leaves = [leaf.to(dtype, copy=True) for leaf in tensors(tree)]
-        grads = as_gradients(leaves, Pending(divisor), owned=owned)
+        grads = Gradients.of_leaves(leaves, Pending(divisor), owned=owned)
         options = StatsOptions(norm_type, amax=amax)
         exact, (read, _) = measure_exactly(grads, scale, options), measure(grads, scale, options)
         assert read.overflow == exact.overflow

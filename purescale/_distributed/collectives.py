@@ -32,7 +32,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import pytree, scalars
 from .._tree.matching import flatten_gradients
-from .._tree.poison import donates
+from .._tree.poison import poisons_donated
 from .._tree.pytree import Leaves, Tree, TreeT
 from .._tree.scalars import as_flag
 
@@ -78,7 +78,7 @@ def all_reduce_found_inf(found_inf: Tensor | bool, group: Group | None = None) -
 
 
 @outside_autocast()
-@donates("grads")
+@poisons_donated("grads")
 def all_reduce_grads(
     grads: TreeT,
     group: Group | None = None,
@@ -175,7 +175,7 @@ def describe_leaves(name: str, tree: Tree, *, with_strides: bool) -> list[str]:
     leaves = pytree.flatten(tree)[0]
     return [
         f"{name}{key and f' {key!r}'}: {_describe_leaf(leaf, with_strides=with_strides)}"
-        for key, leaf in zip(pytree.names(tree), leaves, strict=True)
+        for key, leaf in zip(pytree.dotted_names(tree), leaves, strict=True)
     ]
 
 

@@ -15,17 +15,17 @@ from .._torch.dtypes import real_dtype, to_device, wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._torch.tracing import host_can_decide
 from .._tree import pytree
-from .._tree.gradients import Gradients, as_gradients
+from .._tree.gradients import Gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import are_real_floating, dense
 from .._tree.matching import (
-    check_gradients,
+    check_leaves,
     device_of,
     have_same_metadata,
     leaves_like,
     matching_leaves,
 )
-from .._tree.poison import donates
+from .._tree.poison import poisons_donated
 from .._tree.pytree import Tree, TreeDef
 from .._tree.scalars import as_flag, as_float, checked_whole, short_repr
 
@@ -86,7 +86,7 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
             "or None. Fix: leave dtype out; the mean of half gradients is then float32."
         )
     leaves = pytree.flatten(params)[0]
-    check_gradients(params, leaves, "params")
+    check_leaves(params, leaves, "params", "gradient")
     device = device_of(params, leaves, "params")
 
     def zero_mean(leaf: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
 
 
 @outside_autocast()
-@donates("accum")
+@poisons_donated("accum")
 def accumulate_grads(
     accum: AccumState,
     grads: Tree,
@@ -281,7 +281,7 @@ def accumulated_grads(
 
 
 @outside_autocast()
-@donates("a")
+@poisons_donated("a")
 def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumState:
     """Equal to one window over the microbatches of both: the halves of two workers, or of two
     processes.
@@ -313,7 +313,7 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     """
     why = "The halves of one window must belong to the same params."
     leaves, others, structure = matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
-    means, new = as_gradients(leaves), as_gradients(others)
+    means, new = Gradients.of_leaves(leaves), Gradients.of_leaves(others)
     in_place = donate and can_write_each([means.tensor_list], [*new.tensors, *a[1:], *b[1:]])[0]
     lists = AccumState(means.tensors, *a[1:]), AccumState(new.tensors, *b[1:])
     merged = _merged(*lists, in_place=in_place)
@@ -436,7 +436,7 @@ def _flatten_both(accum: AccumState, grads: Tree) -> tuple[Gradients, Gradients,
     leaves = leaves_like("grads", grads, "accum.grads", accum.grads, structure)
     if have_same_metadata(means, leaves) and are_real_floating({mean.dtype for mean in means}):
         return Gradients.of_dense(means), Gradients.of_dense(leaves), structure
-    check_gradients(accum.grads, leaves, "grads")
+    check_leaves(accum.grads, leaves, "grads", "gradient")
     pairs = list(zip(leaves, means, strict=True))
     for index, (gradient, mean) in enumerate(pairs):
         reason = "" if gradient is None else _mismatch_reason(gradient, mean)
@@ -448,7 +448,7 @@ def _flatten_both(accum: AccumState, grads: Tree) -> tuple[Gradients, Gradients,
         else dtensor.redistribute_like(gradient, mean)
         for gradient, mean in pairs
     ]
-    return as_gradients(means), as_gradients(leaves), structure
+    return Gradients.of_leaves(means), Gradients.of_leaves(leaves), structure
 
 
 def _mismatch_reason(gradient: Tensor, mean: Tensor | None) -> str:

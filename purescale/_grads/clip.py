@@ -19,7 +19,7 @@ from .._torch.dtypes import to_device
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.matching import device_of, flatten_gradients
-from .._tree.poison import donates
+from .._tree.poison import poisons_donated
 from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import as_float, checked_bound, short_repr
 
@@ -97,7 +97,7 @@ def _or_nan(bound: Tensor) -> Tensor:
 
 
 @outside_autocast()
-@donates("grads")
+@poisons_donated("grads")
 def clip_by_global_norm(
     grads: TreeT,
     max_norm: float | Tensor,
@@ -190,7 +190,7 @@ def check_grad_norm(norm: Tensor) -> None:
 
 
 @outside_autocast()
-@donates("grads")
+@poisons_donated("grads")
 def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False) -> TreeT:
     """Equal to `tree_map(lambda g: g.clamp(-clip_value, clip_value), grads)`.
 

@@ -15,7 +15,7 @@ from .._tree import pytree
 from .._tree.leaves import is_constant
 from .._tree.matching import matching_leaves
 from .._tree.pytree import Leaves, Tree, TreeDef
-from .._tree.states import num_members, stacked
+from .._tree.stacking import num_members, stacked
 
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 

@@ -24,7 +24,7 @@ from .._tree import pytree, scalars
 from .._tree.gradients import Gradients, Pending
 from .._tree.leaves import device_hint, unsupported_reason
 from .._tree.matching import flatten_gradients
-from .._tree.poison import donates
+from .._tree.poison import poisons_donated
 from .._tree.pytree import Tree, TreeT
 
 
@@ -59,14 +59,14 @@ def scale_loss(scaler: HasScale, loss: TreeT) -> TreeT:
     def scaled(index: int, leaf: Any) -> Any:
         if leaf is None:
             return None
-        wide = wide_loss(leaf, scaler.scale, lambda: pytree.paths(loss, "loss")[index])
+        wide = wide_loss(leaf, scaler.scale, lambda: pytree.path(loss, "loss", index))
         return wide * scale
 
     return structure.unflatten([scaled(index, leaf) for index, leaf in enumerate(leaves)])
 
 
 @outside_autocast()
-@donates("grads")
+@poisons_donated("grads")
 def unscale_and_check(
     scaler: HasScale, grads: TreeT, donate: bool = False, group: Group | None = None
 ) -> tuple[TreeT, Tensor]:

@@ -22,9 +22,9 @@ from .._torch.tracing import (
     innermost,
     is_on_a_graph,
 )
+from .._tree.fingerprint import fingerprint
 from .._tree.leaves import is_constant, versions
 from .._tree.pytree import join_names
-from .._tree.states import fingerprint
 
 Names = tuple[str, str]  # of an attribute, and of a tensor for state_attributes, or ""
 Bits = tuple[list[torch.Size], int] | None  # of tensors that the host can read

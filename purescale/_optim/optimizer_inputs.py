@@ -13,7 +13,7 @@ from .._torch import dtensor, foreach
 from .._torch.tensor_list import ListMetadata, TensorList
 from .._torch.tracing import CallContext, is_unresolved, refuse_graph_end
 from .._tree import pytree
-from .._tree.gradients import Gradients, as_gradients
+from .._tree.gradients import Gradients
 from .._tree.matching import check_names, refuse_autograd_history
 from .._tree.pytree import FlatTree, Leaves, Tree
 
@@ -114,7 +114,7 @@ class OptimizerInputs(NamedTuple):
                     raise ValueError(f"{pytree.path(flat_grads.tree, 'grads', index)} {reason}")
         if self.global_trees is not None:
             leaves = list(map(dtensor.redistribute_like, leaves, params))
-        return as_gradients(leaves)
+        return Gradients.of_leaves(leaves)
 
     def grads_of_params(self, grads: Gradients) -> list[Tensor | None]:
         """Return the gradients in the form of the parameters: shards if these are."""
@@ -162,7 +162,7 @@ def make_optimizer_inputs(
         refuse_graph_end()
     if not (optimizer.differentiable or dense_without_history):
         refuse_autograd_history(params=flat_params, grads=flat_grads, opt_state=flat_opt_state)
-    names, leaves = pytree.names(flat_params.tree), flat_params.leaves
+    names, leaves = pytree.dotted_names(flat_params.tree), flat_params.leaves
     check_names(names)
     has_grad = [True] * len(leaves) if flat_grads is None else [g is not None for g in grad_leaves]
     is_present = [leaf is not None for leaf in leaves]
@@ -212,7 +212,7 @@ def _check_shards(
 
 def _check_state_placements(opt_state: Tree, params: dict[str, Any]) -> None:
     for key, column in getattr(without_wrappers(opt_state), "slots", {}).items():
-        for name, slot in zip(pytree.names(column), pytree.flatten(column)[0], strict=True):
+        for name, slot in zip(pytree.dotted_names(column), pytree.flatten(column)[0], strict=True):
             both = [x for x in (slot, params.get(name)) if dtensor.is_dtensor(x)]
             placed = [(x.device_mesh, x.placements) for x in both]
             if dtensor.is_dtensor(slot) and placed[:1] != placed[1:]:

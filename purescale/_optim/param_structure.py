@@ -27,7 +27,7 @@ class ParamStructure(NamedTuple):
     @classmethod
     def of(cls, flat_params: FlatTree) -> ParamStructure:
         """Return the structure of parameters that all have a gradient."""
-        names, leaves = pytree.names(flat_params.tree), flat_params.leaves
+        names, leaves = pytree.dotted_names(flat_params.tree), flat_params.leaves
         is_present = [leaf is not None for leaf in leaves]
         return cls.of_names(flat_params.structure, names, is_present, is_present)
 
@@ -90,7 +90,7 @@ class ParamStructure(NamedTuple):
 
 def named_params(params: Tree) -> dict[str, Tensor]:
     """Return the parameters that are not None by dotted name, or refuse a leaf that is not one."""
-    flat, names = FlatTree.of(params), pytree.names(params)
+    flat, names = FlatTree.of(params), pytree.dotted_names(params)
     check_names(names)
     check_parameters(flat)
     pairs = zip(names, flat.leaves, strict=True)

@@ -51,7 +51,7 @@ def leaf_names(tree: Tree, whole: str) -> list[str]:
     """Return the dotted name of each leaf, or `whole` for a tree that is one tensor. If two names
     are equal, all have their positions.
     """
-    names = [name or whole for name in pytree.names(tree)]
+    names = [name or whole for name in pytree.dotted_names(tree)]
     if len(set(names)) == len(names):
         return names
     return [f"{name} ({index})" for index, name in enumerate(names)]

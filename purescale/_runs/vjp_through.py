@@ -23,11 +23,11 @@ from .._step.retry import backed_off
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import GraphEndError, refuse_in_trace_or_capture, traced, whole_graph
 from .._tree import pytree, scalars
+from .._tree.fingerprint import fingerprint
 from .._tree.hints import document_fields, progress_bar
 from .._tree.leaves import is_constant, versions
 from .._tree.matching import matching_leaves
 from .._tree.pytree import Leaves, Tree
-from .._tree.states import fingerprint
 
 Step = Callable[..., tuple[Tree, Tree]]
 # The buffers of a batch norm. It has no derivative with respect to them, and the run none through
@@ -62,7 +62,7 @@ class Floats(NamedTuple):
     @classmethod
     def of(cls, tree: Tree) -> Floats:
         leaves, structure = pytree.flatten(tree)
-        names = [".".join(keys).rpartition(".") for keys in pytree.keys(tree)]
+        names = [".".join(keys).rpartition(".") for keys in pytree.key_paths(tree)]
         norms = {module for module, _, name in names if name == _COUNT}
         places = [
             place
@@ -341,7 +341,7 @@ def _check_skipped(
 ) -> None:
     """Refuse a skipped step that has moved what a derivative goes through."""
     rows = floats.places, floats.values(before), floats.values(after), cotangents
-    keys = pytree.keys(before)
+    keys = pytree.key_paths(before)
     for place, old, new, cotangent in zip(*rows, strict=True):
         if torch.equal(old, new) or "scaler" in keys[place]:  # a derivative by a scale is rounding
             continue

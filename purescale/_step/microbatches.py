@@ -50,7 +50,7 @@ from .._torch.donation import Pointers, storage_pointers
 from .._torch.dtypes import widest_float
 from .._torch.tracing import CallContext, is_on_a_graph, refuse_in_capture, under_derivative
 from .._tree import pytree
-from .._tree.gradients import Gradients, Pending, as_gradients
+from .._tree.gradients import Gradients, Pending
 from .._tree.leaves import versions
 from .._tree.pytree import FlatTree, Leaves, Tree
 from .._tree.scalars import as_floats
@@ -145,7 +145,7 @@ def _accumulate_one(
     """Return the result of a single microbatch. Its gradients are the mean, still scaled."""
     microbatch, pointers = _make_microbatch(entry, memory.pointers)
     out = forward_backward(forward_backward.flat_buffers.leaves, microbatch, pointers)
-    grads = as_gradients(
+    grads = Gradients.of_leaves(
         out.grads,
         Pending(divisor=forward_backward.scale),
         owned=out.owned,

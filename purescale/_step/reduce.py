@@ -18,7 +18,7 @@ from .._step.window_mean import WindowMean
 from .._step.window_result import WindowResult
 from .._torch import donation
 from .._torch.dtypes import wide_dtype
-from .._tree.gradients import Gradients, as_gradients
+from .._tree.gradients import Gradients
 from .._tree.pytree import Leaves
 
 
@@ -56,7 +56,7 @@ def _reduce_over_ranks(
         other if pair is None else _apply_mean_change(old, *pair)
         for old, pair, other in zip(before, sums[len(params) :], largest, strict=True)
     ]
-    grads = as_gradients(sums[: len(params)], window.grads.pending, owned=window.grads.owned)
+    grads = Gradients.of_leaves(sums[: len(params)], window.grads.pending, owned=window.grads.owned)
     return window._replace(grads=grads, buffers=averaged, reduction=None)
 
 
@@ -118,7 +118,7 @@ def send_gradient(
     mean: WindowMean, reduction: Reduction, tensor_index: int, grad_cell: list[Tensor]
 ) -> None:
     """Add a gradient of the last microbatch to the mean, and send it."""
-    new = as_gradients(donation.take_ownership(grad_cell))
+    new = Gradients.of_leaves(donation.take_ownership(grad_cell))
     last = len(mean.weights.has_weight) - 1
     before = None if mean.sums is None else [mean.sums[tensor_index]]
     sums = mean.add_weighted(before, new.tensors, last)

@@ -22,7 +22,7 @@ from .._tree.hints import document_fields, hint_attributes
 from .._tree.matching import refuse_autograd_history
 from .._tree.pytree import StateT, Tree, TreeT
 from .._tree.scalars import is_whole, short_repr
-from .._tree.states import stacked
+from .._tree.stacking import stacked
 
 
 @document_fields

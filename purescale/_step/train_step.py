@@ -40,13 +40,13 @@ from .._step.window_result import MeasuredWindow, window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_trace_or_capture
 from .._tree.hints import hint_keywords
-from .._tree.poison import donates
+from .._tree.poison import poisons_donated
 from .._tree.pytree import StateT, TreeT
 
 
 @hint_keywords
 @outside_autocast("loss_fn", "weight_fn")
-@donates("state")
+@poisons_donated("state")
 def train_step(
     state: TrainState[TreeT, StateT],
     microbatches: list[Any],

@@ -19,7 +19,7 @@ from .._torch.autocast import outside_autocast
 from .._tree import pytree
 from .._tree.gradients import Pending
 from .._tree.hints import document_fields, hint_keywords
-from .._tree.poison import donates
+from .._tree.poison import poisons_donated
 from .._tree.pytree import StateT, Tree, TreeT
 from .._tree.scalars import as_flag
 
@@ -46,7 +46,7 @@ class Stepped(NamedTuple, Generic[TreeT, StateT]):
 
 
 @outside_autocast()
-@donates("params", "opt_state")
+@poisons_donated("params", "opt_state")
 def maybe_step(
     optimizer: Optimizer,
     params: TreeT,
@@ -99,7 +99,7 @@ def maybe_step(
 
 @hint_keywords
 @outside_autocast()
-@donates("params", "scaled_grads", "opt_state")
+@poisons_donated("params", "scaled_grads", "opt_state")
 def unscale_and_step(
     optimizer: Optimizer,
     scaler: HasScale,

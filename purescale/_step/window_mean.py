@@ -16,7 +16,7 @@ from .._torch import donation
 from .._torch.dtypes import HALF, wide_dtype
 from .._torch.foreach import multiply_by_number_, weighted_sum
 from .._torch.private import listops
-from .._tree.gradients import NOTHING_PENDING, Gradients, Pending, as_gradients
+from .._tree.gradients import NOTHING_PENDING, Gradients, Pending
 from .._tree.leaves import are_plain_dense, as_dense_real
 from .._tree.pytree import Leaves
 
@@ -80,7 +80,7 @@ class WindowMean:
         buffers.
         """
         param_list = self.forward_backward.flat_params.tensor_list
-        grads = as_gradients(leaves, self.pending, param_list=param_list)
+        grads = Gradients.of_leaves(leaves, self.pending, param_list=param_list)
         has_weight = self.weights.has_weight[microbatch_index]
         if self.options.measures_microbatches:
             self.overflows.append(measure(grads, self.scale)[0].overflow)
@@ -122,9 +122,9 @@ class WindowMean:
         elif sums is None:
             present = source.present_params
             zeros = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in present]
-            sums = as_gradients(zeros).tensors
+            sums = Gradients.of_leaves(zeros).tensors
         leaves, param_list = source.flat_params.leaves, source.flat_params.tensor_list
-        mean = as_gradients(sums, pending, owned=self.off_graph, param_list=param_list)
+        mean = Gradients.of_leaves(sums, pending, owned=self.off_graph, param_list=param_list)
         all_plain_dense = param_list.dense_without_history or are_plain_dense(leaves)
         # It takes the form of the parameters.
         return mean._replace(source_leaves=leaves, all_plain_dense=all_plain_dense)

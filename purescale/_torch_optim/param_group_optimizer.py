@@ -205,7 +205,7 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         self, opt_state: OptState, params: Tree, slots: dict[str, LeafSlots]
     ) -> OptState:
         """Return the state with a tree like the parameters for each slot."""
-        structure, names = pytree.flatten(params)[1], pytree.names(params)
+        structure, names = pytree.flatten(params)[1], pytree.dotted_names(params)
         keys = dict.fromkeys([key for each in slots.values() for key in each]) or [NO_SLOTS]
         trees = {
             key: structure.unflatten([slots.get(name, {}).get(key, ()) for name in names])

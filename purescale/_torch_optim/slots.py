@@ -17,7 +17,8 @@ from .._torch_optim.formulas import LeafSlots
 from .._torch_optim.param_groups import ParamGroup, build_param_groups
 from .._torch_optim.settings import OptimizerConfig, StepSettings
 from .._tree import pytree
-from .._tree.leaves import describe, same_metadata
+from .._tree.leaves import describe
+from .._tree.matching import same_metadata
 
 # By the name of a slot: a list like the parameters, with `()` for one that lacks the slot.
 SlotLists = dict[str, list[Any]]
@@ -63,7 +64,7 @@ def has_counts(opt_state: OptState) -> bool:
 
 def param_names(opt_state: OptState) -> list[str]:
     """Return the dotted names of the parameters of a state with slots like these."""
-    return pytree.names(next(iter(opt_state.slots.values())), holes=True)
+    return pytree.dotted_names(next(iter(opt_state.slots.values())), holes=True)
 
 
 # ---- what they must be ---------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def slots_by_parameter(config: OptimizerConfig, opt_state: OptState) -> dict[str
         if formula.has_step_slot:
             slots[name][COUNT] = count
     for key, tree in opt_state.slots.items():
-        for name, value in zip(pytree.names(tree), pytree.flatten(tree)[0], strict=True):
+        for name, value in zip(pytree.dotted_names(tree), pytree.flatten(tree)[0], strict=True):
             slots[name][key] = value
     if formula.makes_buffer_in_first_step:
         slots = {n: slots[n] if count else {} for n, count in zip(names, counts, strict=True)}

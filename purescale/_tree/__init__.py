@@ -4,16 +4,14 @@ A state, its gradients and its buffers are trees. This room turns them into list
 back, and refuses what cannot be a parameter or a gradient, naming the leaf, the cause and the fix.
 
 Entry: `pytree.flatten` and `FlatTree.of`; `matching.matching_leaves`, of two trees in one
-order; `aliasing.copy_aliased`, results apart from arguments; `gradients.as_gradients`, which makes
-leaves dense, real and local; `select.select`, old or new; `states.stack_states`;
-`cache.TreeCache`, in which a plan is found by the trees of a call.
+order; `aliasing.copy_aliased`, results apart from arguments; `gradients.Gradients.of_leaves`, which
+makes leaves dense, real and local; `select.select`, old or new; `stacking.stack_states`, `ema.ema`,
+`fingerprint.fingerprint`; `cache.TreeCache`, in which a plan is found by the trees of a call.
 Hands on: `pytree.FlatTree`, the leaves of a tree and its structure; `gradients.Gradients`, dense,
 real tensors with `as_leaves`, which turns results back into leaves.
-What is known of leaves; each of the second to the fourth implies those above it:
+What is known of leaves; the second implies the first:
 all_plain_dense         of gradients: dense, real tensors of torch's own types, as `are_plain_dense`
 dense_without_history   of a list: also without a `grad_fn`, made outside of inference mode
-all_readable            of a step: also of a CPU, in eager mode, so that the host may read them
-all_writable            of a step: `dense_without_history`, gapless, not empty, no `requires_grad`
 owned                   of gradients: nobody else can see their memory
 It is the lowest room that knows trees, so it has what all need besides trees: `scalars`,
 checks of numbers; `hints`, for mistaken names; `poison`, for donated arguments.

@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
 
     tensor_list: TensorList  # of the tensors
     source_leaves: Sequence[Any]  # leaves whose form results get, with None; no Partial placement
-    all_plain_dense: bool  # True if these leaves are dense and real, so that tensors are leaves
+    all_plain_dense: bool  # these leaves are dense and real: a result has the form of its leaf
     pending: Pending = NOTHING_PENDING
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
 
@@ -57,11 +57,43 @@ class Gradients(NamedTuple):
         """Return checked leaves as gradients. A partial DTensor is reduced."""
         if flat_grads.tensor_list.dense_without_history:
             return cls(flat_grads.tensor_list, flat_grads.leaves, True)
-        return as_gradients(flat_grads.leaves)
+        return cls.of_leaves(flat_grads.leaves)
+
+    @classmethod
+    def of_leaves(
+        cls,
+        leaves: Sequence[Any],
+        pending: Pending = NOTHING_PENDING,
+        *,
+        owned: bool = False,
+        param_list: TensorList | None = None,
+    ) -> Gradients:
+        """Return checked leaves as gradients. A partial DTensor is reduced. What is
+        known of `param_list`, of which these are the gradients, is known of them if they are alike.
+        """
+        if param_list is not None and param_list.matches(leaves):
+            return cls(TensorList(list(leaves), param_list.metadata), leaves, True, pending, owned)
+        if are_plain_dense(leaves):
+            return cls.of_dense(list(leaves), pending, owned=owned)
+        source_leaves = [dtensor.reduce_partial(leaf) for leaf in leaves]
+        tensors = [
+            as_dense_real(dtensor.local_shard(leaf)) for leaf in source_leaves if leaf is not None
+        ]
+        return cls(TensorList(tensors), source_leaves, False, pending, owned)
 
     @property
     def tensors(self) -> list[Tensor]:
         return self.tensor_list.tensors
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The gradients in the form of their leaves."""
+        return self.as_leaves(self.tensors)
+
+    @property
+    def present_sources(self) -> list[Any]:
+        """The leaf that each tensor stands for."""
+        return [source for source in self.source_leaves if source is not None]
 
     @property
     def are_sharded(self) -> bool:
@@ -153,39 +185,6 @@ class Gradients(NamedTuple):
         if all(map(operator.is_, tensors, self.tensors)):
             return self._replace(owned=True)
         return self.with_tensors(tensors, owned=True)
-
-    @property
-    def leaves(self) -> list[Any]:
-        """The gradients in the form of their leaves."""
-        return self.as_leaves(self.tensors)
-
-    @property
-    def present_sources(self) -> list[Any]:
-        """The leaf that each tensor stands for."""
-        return [source for source in self.source_leaves if source is not None]
-
-
-def as_gradients(
-    leaves: Sequence[Any],
-    pending: Pending = NOTHING_PENDING,
-    *,
-    owned: bool = False,
-    param_list: TensorList | None = None,
-) -> Gradients:
-    """Return checked leaves as dense, real, strided tensors. A partial DTensor is reduced. What is
-    known of `param_list`, of which these are the gradients, is known of them if they are alike.
-    """
-    if param_list is not None and param_list.matches(leaves):
-        return Gradients(
-            TensorList(list(leaves), param_list.metadata), leaves, True, pending, owned
-        )
-    if are_plain_dense(leaves):
-        return Gradients.of_dense(list(leaves), pending, owned=owned)
-    source_leaves = [dtensor.reduce_partial(leaf) for leaf in leaves]
-    tensors = [
-        as_dense_real(dtensor.local_shard(leaf)) for leaf in source_leaves if leaf is not None
-    ]
-    return Gradients(TensorList(tensors), source_leaves, False, pending, owned)
 
 
 def _in_form_of(like: Tensor, result: Tensor) -> Tensor:

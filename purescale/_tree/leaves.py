@@ -87,19 +87,16 @@ def versions(leaves: Collection[Any]) -> list[int]:
 # ---- which leaves are supported ------------------------------------------------------------------
 
 
-def leaves_to_check(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Return the leaves that need a check of their own, with their indices."""
-    return [
-        (index, leaf)
-        for index, leaf in enumerate(leaves)
-        if leaf is not None
-        and not (
-            isinstance(leaf, Tensor)
-            and leaf.dtype in _FLOATING
-            and leaf.layout is torch.strided
-            and not leaf.is_nested
-        )
-    ]
+def is_dense_floating(leaf: Any) -> bool:
+    """Return True for a dense tensor of floating or complex numbers, which may be a parameter or a
+    gradient.
+    """
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.dtype in _FLOATING
+        and leaf.layout is torch.strided
+        and not leaf.is_nested
+    )
 
 
 def unsupported_reason(leaf: Tensor, *, sparse: bool = False) -> str:
@@ -183,18 +180,7 @@ def explicit_values(leaf: Tensor) -> Tensor:
     return as_dense_real(leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf)
 
 
-# ---- matching of two leaves ----------------------------------------------------------------------
-
-
-def mismatch_reason(gradient: Tensor, param: Tensor) -> str:
-    """Return why a gradient does not fit a parameter; "" if it does."""
-    if gradient.shape != param.shape:
-        return f"shape {tuple(gradient.shape)}, its parameter {tuple(param.shape)}"
-    if gradient.device != param.device:
-        return f"device {gradient.device}, its parameter {param.device}"
-    if gradient.is_complex() and not param.is_complex():
-        return f"dtype {gradient.dtype}, its parameter {param.dtype}, which has no imaginary part"
-    return ""
+# ---- one leaf ------------------------------------------------------------------------------------
 
 
 def is_constant(leaf: Any) -> bool:
@@ -206,22 +192,6 @@ def is_constant(leaf: Any) -> bool:
         or leaf.layout is not torch.strided
         or leaf.is_nested
         or leaf.is_quantized
-    )
-
-
-def same_metadata(a: Any, b: Any) -> bool:
-    """Return True if two leaves differ at most in values. Constants must be equal or the same
-    object.
-    """
-    if is_constant(a) or is_constant(b):
-        if isinstance(a, Tensor) or isinstance(b, Tensor):
-            return a is b
-        return are_equal_constants(a, b)
-    return (
-        not dtensor.placement_mismatch(a, b)
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-        and a.device == b.device
     )
 
 
@@ -239,36 +209,7 @@ def describe(leaf: Any) -> str:
     return f"{leaf.dtype} {tuple(leaf.shape)}{layout}{placements}{values}"
 
 
-def are_equal_constants(a: Any, b: Any) -> bool:
-    """Return True if two constants that are not tensors are equal. Arrays, whose comparison is not
-    a single bool, must be the same object.
-    """
-    try:
-        return a is b or (type(a) is type(b) and bool(a == b))
-    except ValueError:
-        return False
-
-
-def mismatch_error(a: Any, b: Any, at: str, other: str, reason: str) -> Exception:
-    """Return the error for `a` at path `at` and `b` in `other`, which fail `same_metadata`."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if is_constant(a) or is_constant(b):
-            return TypeError(
-                f"{at} is {describe(a)}, but another tensor, {describe(b)}, in {other}. Steps do "
-                "not change what is not dense: it must come back as the same object. Fix: return "
-                "what was given, or make it dense, `.to_dense()` or `.dequantize()`."
-            )
-        if cause := dtensor.placement_mismatch(a, b):
-            return TypeError(f"{at} {cause}")
-        cure = f"`.to('{a.device}', {a.dtype})`"
-        if a.shape != b.shape:
-            cure = f"return it in the shape {tuple(a.shape)}"
-        return ValueError(
-            f"{at} is {describe(a)} on {a.device}, but {describe(b)} on {b.device} in {other}. "
-            f"{reason} Fix: {cure}."
-        )
-    return ValueError(
-        f"{at} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor: a "
-        "skipped step could keep the old value only by reading the flag. Fix: "
-        "`torch.tensor(...)`."
-    )
+def describe_with_device(leaf: Any) -> str:
+    """Return `describe(leaf)`, with its device if that is an accelerator."""
+    elsewhere = isinstance(leaf, Tensor) and leaf.device.type not in ("cpu", "meta")
+    return describe(leaf) + (f" on {leaf.device}" if elsewhere else "")

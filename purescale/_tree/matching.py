@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch import dtensor
+from .._torch.tensor_list import TensorList
 from .._torch.tracing import refuse_graph_end, traced
 from .._tree.leaves import (
     are_plain_dense,
     are_real_floating,
     as_tensor_list,
     check_leaf,
+    describe,
     device_hint,
-    leaves_to_check,
-    mismatch_error,
-    mismatch_reason,
-    same_metadata,
+    is_constant,
+    is_dense_floating,
 )
 from .._tree.pytree import (
     FlatTree,
@@ -48,8 +49,8 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: Tr
     except ValueError:
         pass
     got, expected = dict.fromkeys(paths(tree, "")), dict.fromkeys(paths(like, ""))
-    missing = [path for path in expected if path not in got]
-    extra = [path for path in got if path not in expected]
+    missing = [each for each in expected if each not in got]
+    extra = [each for each in got if each not in expected]
     raise ValueError(
         f"{name} does not match {like_name}: missing {join_names(missing)}; not in {like_name}: "
         f"{join_names(extra)}. Likely cause: leaves were dropped, which must be None. Fix: for "
@@ -60,9 +61,8 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: Tr
 def flatten_gradients(grads: Tree) -> FlatTree:
     """Flatten a tree of gradients. Refuse, naming the leaf, a leaf that cannot be one."""
     flat = FlatTree.of(grads)
-    tensor_list = flat.tensor_list
-    if not (tensor_list.dense_without_history and are_real_floating(tensor_list.dtypes)):
-        check_gradients(grads, flat.leaves)
+    if not _all_supported(flat.tensor_list):
+        check_leaves(grads, flat.leaves, "grads", "gradient")
     return flat
 
 
@@ -73,17 +73,16 @@ def grads_like_params(flat_params: FlatTree, grads: Tree) -> FlatTree:
     gradients = leaves_like("grads", grads, "params", flat_params.tree, flat_params.structure)
     tensor_list, of_params = as_tensor_list(gradients), flat_params.tensor_list
     flat_grads = FlatTree(grads, gradients, flat_params.structure, tensor_list)
-    both_dense = of_params.dense_without_history and tensor_list.dense_without_history
-    if both_dense and are_real_floating(tensor_list.dtypes):
+    if of_params.dense_without_history and _all_supported(tensor_list):
         shapes = list(map(_shape, gradients)), list(map(_shape, flat_params.leaves))
         devices = list(map(_device, gradients)), list(map(_device, flat_params.leaves))
         if shapes[0] == shapes[1] and devices[0] == devices[1]:
             return flat_grads
-    check_gradients(flat_params.tree, gradients)
+    check_leaves(flat_params.tree, gradients, "grads", "gradient")
     for index, (gradient, param) in enumerate(zip(gradients, flat_params.leaves, strict=True)):
         if gradient is None:
             continue
-        cause = "no parameter there" if param is None else mismatch_reason(gradient, param)
+        cause = "no parameter there" if param is None else _mismatch_reason(gradient, param)
         if cause:
             raise ValueError(
                 f"{path(flat_params.tree, 'grads', index)} has {cause}. Fix: the gradients of "
@@ -112,7 +111,7 @@ def matching_leaves(
         return leaves, others, structure
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if not same_metadata(a, b):
-            raise mismatch_error(a, b, path(tree, name, index), other_name, reason)
+            raise _mismatch_error(a, b, path(tree, name, index), other_name, reason)
     others = [dtensor.redistribute_like(b, a) for a, b in zip(leaves, others, strict=True)]
     return leaves, others, structure
 
@@ -133,10 +132,16 @@ def have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
 # ---- one tree ------------------------------------------------------------------------------------
 
 
-def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
-    """Refuse, naming the leaf, a leaf that cannot be a gradient."""
-    for index, leaf in leaves_to_check(leaves):
-        check_leaf(leaf, path(grads, name, index), "gradient")
+def check_leaves(tree: Tree, leaves: Leaves, name: str, what: str) -> None:
+    """Refuse, naming the leaf, a leaf that cannot be a `what`, "gradient" or "parameter"."""
+    for index, leaf in enumerate(leaves):
+        if not (leaf is None or is_dense_floating(leaf)):
+            check_leaf(leaf, path(tree, name, index), what)
+
+
+def _all_supported(tensor_list: TensorList) -> bool:
+    """Return True if it is known that each leaf can be a parameter and a gradient."""
+    return tensor_list.dense_without_history and are_real_floating(tensor_list.dtypes)
 
 
 def check_names(dotted_names: Sequence[str]) -> None:
@@ -150,12 +155,8 @@ def check_names(dotted_names: Sequence[str]) -> None:
 
 def check_parameters(flat_params: FlatTree, name: str = "params") -> None:
     """Refuse, naming the leaf, a leaf that cannot be a parameter."""
-    if flat_params.tensor_list.dense_without_history and are_real_floating(
-        flat_params.tensor_list.dtypes
-    ):
-        return
-    for index, leaf in leaves_to_check(flat_params.leaves):
-        check_leaf(leaf, path(flat_params.tree, name, index), "parameter")
+    if not _all_supported(flat_params.tensor_list):
+        check_leaves(flat_params.tree, flat_params.leaves, name, "parameter")
 
 
 def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
@@ -185,8 +186,70 @@ def refuse_autograd_history(**trees: Tree) -> None:
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 refuse_graph_end()
                 raise ValueError(
-                    f"{paths(flat.tree, name)[index]} is a result of torch.autograd "
+                    f"{path(flat.tree, name, index)} is a result of torch.autograd "
                     f"({leaf.grad_fn.name()}), and `.backward()` cannot go through a step. Fix: "
                     "`with torch.no_grad():` around the step; for a derivative torch.func.grad of "
                     "a function that makes it, or from_torch(..., differentiable=True)."
                 )
+
+
+def _mismatch_reason(gradient: Tensor, param: Tensor) -> str:
+    """Return why a gradient does not fit a parameter; "" if it does."""
+    if gradient.shape != param.shape:
+        return f"shape {tuple(gradient.shape)}, its parameter {tuple(param.shape)}"
+    if gradient.device != param.device:
+        return f"device {gradient.device}, its parameter {param.device}"
+    if gradient.is_complex() and not param.is_complex():
+        return f"dtype {gradient.dtype}, its parameter {param.dtype}, which has no imaginary part"
+    return ""
+
+
+def same_metadata(a: Any, b: Any) -> bool:
+    """Return True if two leaves differ at most in values. Constants must be equal or the same
+    object.
+    """
+    if is_constant(a) or is_constant(b):
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            return a is b
+        return _are_equal_constants(a, b)
+    return (
+        not dtensor.placement_mismatch(a, b)
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.device == b.device
+    )
+
+
+def _are_equal_constants(a: Any, b: Any) -> bool:
+    """Return True if two constants that are not tensors are equal. Arrays, whose comparison is not
+    a single bool, must be the same object.
+    """
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b))
+    except ValueError:
+        return False
+
+
+def _mismatch_error(a: Any, b: Any, at: str, other: str, reason: str) -> Exception:
+    """Return the error for `a` at path `at` and `b` in `other`, which fail `same_metadata`."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if is_constant(a) or is_constant(b):
+            return TypeError(
+                f"{at} is {describe(a)}, but another tensor, {describe(b)}, in {other}. Steps do "
+                "not change what is not dense: it must come back as the same object. Fix: return "
+                "what was given, or make it dense, `.to_dense()` or `.dequantize()`."
+            )
+        if cause := dtensor.placement_mismatch(a, b):
+            return TypeError(f"{at} {cause}")
+        cure = f"`.to('{a.device}', {a.dtype})`"
+        if a.shape != b.shape:
+            cure = f"return it in the shape {tuple(a.shape)}"
+        return ValueError(
+            f"{at} is {describe(a)} on {a.device}, but {describe(b)} on {b.device} in {other}. "
+            f"{reason} Fix: {cure}."
+        )
+    return ValueError(
+        f"{at} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor: a "
+        "skipped step could keep the old value only by reading the flag. Fix: "
+        "`torch.tensor(...)`."
+    )

@@ -76,7 +76,7 @@ def _poison_of(dtype: torch.dtype) -> float | bool:
     return True if dtype is torch.bool else torch.iinfo(dtype).max
 
 
-def donates(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def poisons_donated(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator of a function that takes `donate`: inside of `donated_poisoned` it does
     not donate, and its arguments of these names are filled once it has returned.
     """

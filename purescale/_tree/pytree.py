@@ -103,7 +103,7 @@ class FlatTree(NamedTuple):
 
     tree: Tree
     leaves: Leaves
-    structure: Any  # a `TreeDef`; None for a tree that is never rebuilt from its leaves
+    structure: Any  # a `TreeDef`
     tensor_list: TensorList  # of the leaves
 
     @classmethod
@@ -207,7 +207,7 @@ def paths(tree: Tree, name: str) -> list[str]:
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree, **private.OPTREE)]
 
 
-def names(tree: Tree, *, holes: bool = False) -> list[str]:
+def dotted_names(tree: Tree, *, holes: bool = False) -> list[str]:
     """Return the dotted name of each leaf, `conv.weight`, in the order of `flatten`. The names of a
     flat dict are its keys. With `holes`, `()` is a leaf.
     """
@@ -215,8 +215,8 @@ def names(tree: Tree, *, holes: bool = False) -> list[str]:
         return [str(key) for key in tree]
     if not torch.compiler.is_dynamo_compiling():
         is_leaf = (lambda node: node == ()) if holes else None
-        paths = optree.tree_paths(tree, is_leaf, **private.OPTREE)
-        return [".".join(str(part) for part in path) for path in paths]
+        key_paths = optree.tree_paths(tree, is_leaf, **private.OPTREE)
+        return [".".join(map(str, parts)) for parts in key_paths]
     if isinstance(tree, dict):
         children = list(tree.items())
     else:
@@ -225,11 +225,13 @@ def names(tree: Tree, *, holes: bool = False) -> list[str]:
             return [""]
         children = list(enumerate(parts))
     return [
-        f"{key}.{name}" if name else str(key) for key, child in children for name in names(child)
+        f"{key}.{name}" if name else str(key)
+        for key, child in children
+        for name in dotted_names(child)
     ]
 
 
-def keys(tree: Tree) -> list[tuple[str, ...]]:
+def key_paths(tree: Tree) -> list[tuple[str, ...]]:
     """Return the path of each leaf as strings: keys of dicts, fields of NamedTuples, positions in
     lists and tuples.
     """

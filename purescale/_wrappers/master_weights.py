@@ -117,7 +117,10 @@ def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
     leaves, structure = pytree.flatten(params)
     parts = list(map(masters_within, state.values())) if isinstance(state, dict) else []
     if parts := [part for part in parts if isinstance(part, MasterState)]:
-        named, masters_of = dict(zip(pytree.names(params), leaves, strict=True)), dict[str, Any]()
+        named, masters_of = (
+            dict(zip(pytree.dotted_names(params), leaves, strict=True)),
+            dict[str, Any](),
+        )
         for part in parts:
             masters_of |= master_weights({name: named.get(name) for name in part.rest}, part)
         return structure.unflatten(

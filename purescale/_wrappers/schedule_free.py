@@ -13,7 +13,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype, widest_float
 from .._tree import pytree
 from .._tree.hints import document_fields
-from .._tree.leaves import same_metadata
+from .._tree.matching import same_metadata
 from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import checked_real
 from .._wrappers.wrapper import Wrapper, checked_state, leaves_by_param

@@ -200,7 +200,7 @@ def _paths_and_slots(state: Tree) -> tuple[list[tuple[str, str]], Leaves]:
     paths, slots = [], []
     for opt_state in _opt_states_of(state):
         for key, tree in opt_state.slots.items():
-            paths += [(key, name) for name in pytree.names(tree)]
+            paths += [(key, name) for name in pytree.dotted_names(tree)]
             slots += pytree.flatten(tree)[0]
     return paths, slots
 

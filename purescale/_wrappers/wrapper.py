@@ -15,7 +15,7 @@ from .._torch.dtypes import is_half, wide_dtype
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_differentiated
 from .._tree import pytree
-from .._tree.gradients import Gradients, as_gradients
+from .._tree.gradients import Gradients
 from .._tree.leaves import describe
 from .._tree.matching import matching_leaves
 from .._tree.pytree import Leaves, Tree
@@ -268,7 +268,7 @@ def _grads_of_piece(inputs: OptimizerInputs, grads: Gradients, cut: Cut) -> Grad
     """Return the gradients of a piece, which share the memory of `grads`."""
     leaves = inputs.grads_of_params(grads)
     parts = [_cut(leaves[n], inputs.params[n], span) for n, span in cut.items()]
-    return as_gradients(parts, grads.pending, owned=grads.owned)
+    return Gradients.of_leaves(parts, grads.pending, owned=grads.owned)
 
 
 def _cut(value: Any, param: Tensor, span: slice) -> Any:

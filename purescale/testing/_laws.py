@@ -25,7 +25,7 @@ from .._tree.leaves import versions
 from .._tree.matching import matching_leaves
 from .._tree.pytree import join_names
 from .._tree.scalars import protocol_violation
-from .._tree.states import stack_states
+from .._tree.stacking import stack_states
 
 # ---- bits and memory -----------------------------------------------------------------------------
 

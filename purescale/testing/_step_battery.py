@@ -404,7 +404,7 @@ def _third_and_rest(batch: Any) -> list[Any]:
 
 def _leaves(state: Tree) -> list[tuple[str, Any]]:
     """Return the dotted path of each leaf, and the leaf."""
-    paths = [".".join(keys) for keys in pytree.keys(state)]
+    paths = [".".join(keys) for keys in pytree.key_paths(state)]
     return list(zip(paths, pytree.flatten(state)[0], strict=True))
 
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
-from purescale._torch import donation, foreach, tracing
+from purescale._torch import donation, flat_buffer, foreach, memory_order, tracing
 from purescale._torch.dtypes import cast_saturating
 from purescale._tree.select import select_leaves
 
@@ -311,8 +311,8 @@ def test_what_has_no_gap_is_what_torch_calls_dense_and_not_overlapping(layout, e
     shape, order = layout
     tensor = torch.zeros(shape).permute(order)[..., ::every] if shape else torch.zeros(())
     expected = torch.ops.aten.is_non_overlapping_and_dense(tensor) or tensor.is_contiguous()
-    assert foreach.is_gapless(tensor) is expected
-    assert not foreach.is_gapless(torch.zeros(3, 1).expand(3, 4))
+    assert memory_order.is_gapless(tensor) is expected
+    assert not memory_order.is_gapless(torch.zeros(3, 1).expand(3, 4))
 
 
 # ---- casts and bounds over lists -----------------------------------------------------------------
@@ -354,7 +354,7 @@ def test_a_cast_over_lists_has_the_bits_and_the_layout_of_that_tensor_by_tensor(
     wanted = dtypes[: len(leaves)]
     expected = [cast_saturating(t, dtype) for t, dtype in zip(leaves, wanted, strict=True)]
     with over_lists(), Untouched(leaves):
-        found = foreach.cast(leaves, wanted)
+        found = foreach.cast_list_saturating(leaves, wanted)
     assert same_bits(*([_one_nan(t) for t in leaves] for leaves in (found, expected)))
     new = [t for t, old in zip(found, leaves, strict=True) if t is not old and t.numel()]
     given = [t for t, old in zip(expected, leaves, strict=True) if t is not old and t.numel()]
@@ -501,6 +501,6 @@ def test_a_large_half_gradient_stays_finite_beside_a_complex_parameter(accelerat
 def test_the_flat_view_of_tensors_in_two_storages_is_a_copy():
     x = torch.arange(6.0)
     parts = [x[:3], torch.zeros(6)[3:]]
-    assert foreach.flat_view(parts).equal(torch.cat(parts))
+    assert flat_buffer.view_or_join(parts).equal(torch.cat(parts))
     parts = [torch.empty(0), torch.ones(3)]
-    assert foreach.flat_view(parts).equal(torch.ones(3))
+    assert flat_buffer.view_or_join(parts).equal(torch.ones(3))

@@ -48,7 +48,7 @@ def values(dtype, count, seed=0):
 def test_every_fact_is_what_it_is_by_definition(tree):
     leaves = {
         name: leaf
-        for name, leaf in zip(_tree.names(tree), _tree.flatten(tree)[0], strict=True)
+        for name, leaf in zip(_tree.dotted_names(tree), _tree.flatten(tree)[0], strict=True)
         if leaf is not None
     }
     with Untouched(tree):

@@ -22,7 +22,7 @@ from helpers import (
 from hypothesis import given
 
 import purescale as ps
-from purescale._torch import foreach
+from purescale._torch import memory_order
 from purescale.testing import (
     assert_pure,
     assert_single_graph,
@@ -81,7 +81,7 @@ def test_one_tensor_under_two_names_becomes_two_that_can_be_donated():
     assert same_bits(copy, tree)
     storages = {leaf.untyped_storage().data_ptr() for leaf in copy.values()}
     assert len(storages) == len(copy)
-    assert all(map(foreach.is_gapless, copy.values()))
+    assert all(map(memory_order.is_gapless, copy.values()))
     for name in ("t", "images"):
         assert copy[name].stride() == tree[name].stride()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._distributed.process_group import Group, naming_other_ranks
 from .._torch import dtensor, private
 from .._torch.dtypes import real_dtype, wide_dtype
-from .._torch.foreach import is_gapless
+from .._torch.memory_order import is_gapless
 from .._torch.tracing import traced_or_recorded
 from .._tree.leaves import as_dense_real
 from .._tree.pytree import Leaves

@@ -11,9 +11,10 @@ from .._grads.measure import measure
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write_each
-from .._torch.dtypes import real_dtype, to_device, wide_dtype, widest_float
+from .._torch.dtypes import real_dtype, wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._torch.tracing import host_can_decide
+from .._torch.transfer import to_device
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.hints import document_fields
@@ -182,7 +183,7 @@ def add_microbatch(
                 new.tensors,
                 share,
                 True,
-                old_share=1 - share,
+                old_weight=1 - share,
                 scale=new.pending.divisor,
                 in_place=in_place,
             )
@@ -219,7 +220,7 @@ def _merged(
             b.grads,
             share,
             b.weight > 0,
-            old_share=1 - share,
+            old_weight=1 - share,
             scale=scale,
             in_place=in_place,
         ),

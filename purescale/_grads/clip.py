@@ -15,7 +15,7 @@ from torch import Tensor
 from .._distributed.process_group import Group, object_device, resolve_group
 from .._grads.measure import StatsOptions, measure, norm_as_tensor
 from .._torch.autocast import outside_autocast
-from .._torch.dtypes import to_device
+from .._torch.transfer import to_device
 from .._tree import pytree
 from .._tree.gradients import Gradients
 from .._tree.matching import device_of, flatten_gradients

@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from .._torch.dtypes import unscaled_dtype, wide_dtype, widest_float
-from .._torch.foreach import (
-    bounded_groups,
-    can_use_foreach,
-    cast,
-    flattened,
-    is_on_accelerator,
-    join,
-)
+from .._torch.flat_buffer import bounded_groups, join, join_row_major
+from .._torch.foreach import can_use_foreach, cast_list_saturating, is_on_accelerator
 from .._torch.private import listops
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import MAX_INLINE_LEAVES
@@ -61,7 +55,7 @@ def norm_on_host(tensor_list: TensorList) -> float:
         tensor_list = TensorList([tensor for tensor in tensor_list.tensors if tensor.numel()])
     tensors, kinds = tensor_list.tensors, tensor_list.indices_by_kind
     if len(kinds) == 1 and tensor_list.num_elements <= _FEW:
-        return torch.linalg.vector_norm(flattened(tensors), dtype=torch.float64).item()
+        return torch.linalg.vector_norm(join_row_major(tensors), dtype=torch.float64).item()
     lists = [[tensors[i] for i in indices] for indices in kinds]
     parts = [torch.linalg.vector_norm(rows, dim=1) for kind in lists for rows in _rows(kind)]
     norms = torch.cat([part.double() for part in parts])
@@ -116,7 +110,7 @@ def _in_rows(tensors: list[Tensor], size: int) -> Tensor:
     """Return `size` elements in rows, the last one filled up with zeros."""
     if missing := -size % _ROW:
         tensors.append(tensors[0].new_zeros(missing))
-    return flattened(tensors).view(-1, _ROW)
+    return join_row_major(tensors).view(-1, _ROW)
 
 
 # ---- exactly -------------------------------------------------------------------------------------
@@ -150,7 +144,7 @@ def _inline_stats(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -
     if len(tensors) > MAX_INLINE_LEAVES:
         kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
         tensors = [
-            flattened([tensors[i] for i in group]) for group in bounded_groups(tensors, kinds)
+            join_row_major([tensors[i] for i in group]) for group in bounded_groups(tensors, kinds)
         ]
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -206,7 +200,9 @@ def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor
         return norm / divisor
     # In units of the largest magnitude: what underflows then adds nothing to the norm.
     unit = _unit(amax)
-    tensors = cast(tensors, unit.dtype)  # a quotient in half precision would be rounded
+    tensors = cast_list_saturating(
+        tensors, unit.dtype
+    )  # a quotient in half precision would be rounded
     norms = listops.norm(listops.div(tensors, unit), p, dtype=widest)
     in_units: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
     return in_units * (unit / divisor)

@@ -26,7 +26,7 @@ from .._jit.jit import (
     warn,
 )
 from .._jit.pure_graph import explained
-from .._torch import foreach, private
+from .._torch import foreach, memory_order, private
 from .._torch.donation import storage_pointer
 from .._torch.reads import ReadError, is_read
 from .._torch.tracing import PLAIN_TYPES, captured, capturing, traced_or_recorded
@@ -398,7 +398,7 @@ def _entering(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     its own. What comes from the host is copied before this returns.
     """
     tensors = [tensor.detach().to(device) for tensor in resolved(tensors)]
-    return [tensor if foreach.is_gapless(tensor) else tensor.clone() for tensor in tensors]
+    return [tensor if memory_order.is_gapless(tensor) else tensor.clone() for tensor in tensors]
 
 
 def _give_up(donated: Iterable[Tensor]) -> None:

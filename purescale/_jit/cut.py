@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from .._torch.foreach import clone_list, is_gapless
+from .._torch.foreach import clone_list
+from .._torch.memory_order import is_gapless
 from .._torch.operators import IN_PLACE
 
 Function = Callable[..., Sequence[Any]]

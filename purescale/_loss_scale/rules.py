@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.tensor_list import metadata_matcher
-from .._torch.tracing import can_use_native_kernels, current_context
+from .._torch.tracing import PLAIN_OR_FAKE, current_context, traced
 from .._tree import scalars
 from .._tree.hints import document_fields
 from .._tree.scalars import as_flag, increment
@@ -355,11 +355,19 @@ def _are_on_host() -> Callable[[Sequence[Any]], bool]:
 
 
 def _takes_operator(scaler: ScalerState, found_inf: Tensor) -> bool:
-    """Return True if torch's operator may update this state."""
+    """Return True if torch's operator may update this state. It has kernels for a CPU and CUDA
+    alone, so that must be in eager mode, on one such device, off every graph, without subclasses:
+    the CUDA kernel may take addresses without asking whose they are.
+    """
     scale, count = scaler.scale, scaler.growth_tracker
+    tensors = scale, count, found_inf
     return (
         bool(private.update_scale)
-        and can_use_native_kernels(scale, count, found_inf)
+        and not traced()
+        and (scale.is_cpu or scale.is_cuda)
+        and len({tensor.device for tensor in tensors}) == 1
+        and {type(tensor) for tensor in tensors} <= PLAIN_OR_FAKE
+        and not any([tensor.requires_grad for tensor in tensors])
         and scale.dtype is torch.float32
         and count.dtype is torch.int32
         and scale.ndim == count.ndim == 0

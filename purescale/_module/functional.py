@@ -346,7 +346,7 @@ def _check_tensors(registered: RegisteredTensors, params: Tensors) -> None:
                 "make_functional(model)."
             )
     for name, param in (*params.items(), *registered.aliases.items()):
-        if private.gradient_hooks(param) or private.has_accumulated_hooks(param):
+        if private.has_gradient_hook(param):
             raise ValueError(
                 f"{name} has a hook on its gradient, which would never run: gradients are values "
                 "here. Fix: remove it, and do its work on the gradients between value_and_grad "

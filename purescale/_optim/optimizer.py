@@ -230,7 +230,7 @@ class FlatOptimizer:
         # What a skipped, differentiable step does not use has a derivative of 0, so it is made.
         if skip is not None and (
             self.may_add_slots
-            or (not self.differentiable and inputs.context.host_can_read_without_graph([skip]))
+            or (not self.differentiable and inputs.context.host_can_decide([skip]))
         ):
             if skip:
                 with self.grad_mode(inputs.context):

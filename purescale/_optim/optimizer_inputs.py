@@ -127,7 +127,9 @@ class OptimizerInputs(NamedTuple):
         """Return the gradients in the form and in the dtypes of the parameters."""
         leaves = self.grads_of_params(grads)
         pairs = [(g, p.dtype) for g, p in zip(leaves, self.params, strict=True) if g is not None]
-        remaining = iter(foreach.cast([g for g, _ in pairs], [dtype for _, dtype in pairs]))
+        remaining = iter(
+            foreach.cast_list_saturating([g for g, _ in pairs], [dtype for _, dtype in pairs])
+        )
         return [None if leaf is None else next(remaining) for leaf in leaves]
 
     @property

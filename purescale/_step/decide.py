@@ -12,7 +12,7 @@ from .._grads.clip import ClipSettings, clip_factor, clip_factor_of_number, is_u
 from .._grads.measure import GradStats, norm_as_tensor
 from .._step.spike_guard import Guard
 from .._step.window_result import WindowFlags, WindowResult
-from .._torch.dtypes import to_device
+from .._torch.transfer import to_device
 from .._tree import scalars
 from .._tree.gradients import Gradients
 from .._tree.pytree import Tree

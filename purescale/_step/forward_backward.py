@@ -196,7 +196,7 @@ class ForwardBackward:
         else:
             param_leaves = [
                 nn.Parameter(tensor)
-                if type(tensor) is Tensor and not self.context.in_make_fx
+                if type(tensor) is Tensor and not self.context.recorded_by_make_fx
                 else tensor.detach().requires_grad_()
                 for tensor in self.present_params
             ]

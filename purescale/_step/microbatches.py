@@ -289,7 +289,7 @@ def _losses_and_totals(
         loss_of_good, loss = means.unbind()
         if options.drops_microbatches:  # if all were dropped, the loss of all of them shows why
             loss = torch.where(Totals.of(totals_row).good_weight > 0, loss_of_good, loss)
-    elif len(losses) > 1 and context.host_can_read_without_graph(losses):
+    elif len(losses) > 1 and context.host_can_decide(losses):
         average = sum([loss.item() for loss in losses]) / len(losses)
         loss = torch.full((), average, dtype=dtype, device=device)
     elif len(losses) > 1:

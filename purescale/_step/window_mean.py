@@ -56,7 +56,7 @@ class WindowMean:
         return (
             self.off_graph
             and not self.options.measures_microbatches
-            and not self.forward_backward.context.in_make_fx
+            and not self.forward_backward.context.recorded_by_make_fx
             and param_list.dense_without_history
             and param_list.num_elements > _LARGE * len(param_list.tensors)
             and not any([isinstance(weight, Tensor) for weight in self.weights.normalized])

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from .._torch import dtensor, private
-from .._torch.foreach import are_gapless, clone_list, is_gapless
+from .._torch.foreach import clone_list
+from .._torch.memory_order import are_gapless, is_gapless
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 

@@ -7,7 +7,6 @@ transforms, which have no rules for lists.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,9 @@ import torch
 from torch import Tensor
 
 from .._torch import private
-from .._torch.dtypes import cast_saturating, largest_within, to_device, unscaled_dtype, wide_dtype
+from .._torch.dtypes import cast_saturating, largest_within, unscaled_dtype, wide_dtype
+from .._torch.flat_buffer import bounded_groups, join, split_copies, split_views
+from .._torch.memory_order import is_gapless
 from .._torch.private import listops
 from .._torch.tracing import (
     PLAIN_OR_FAKE,
@@ -27,6 +28,7 @@ from .._torch.tracing import (
     traced,
     under_transform,
 )
+from .._torch.transfer import to_device
 
 
 def can_use_foreach(tensors: Sequence[Tensor]) -> bool:
@@ -39,52 +41,6 @@ def can_use_foreach(tensors: Sequence[Tensor]) -> bool:
 def is_on_accelerator(tensor: Tensor) -> bool:
     """Return True if every operator on `tensor` has a launch cost, however small it is."""
     return not tensor.is_cpu
-
-
-def is_gapless(tensor: Tensor) -> bool:
-    """Return True if the elements fill a range of memory once each, in any order."""
-    if tensor.is_contiguous():
-        return True
-    sizes = (*tensor.stride(), *tensor.shape)
-    if torch.compiler.is_dynamo_compiling() or {*map(type, sizes)} != {int}:  # symbolic sizes
-        return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    size = 1
-    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if count != 1:
-            if stride != size:
-                return False
-            size *= count
-    return True
-
-
-def are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """Return True if all are known to be contiguous. A fast check of the whole list."""
-    return not torch.compiler.is_dynamo_compiling() and all(map(Tensor.is_contiguous, tensors))
-
-
-def are_gapless(tensors: Sequence[Tensor]) -> bool:
-    return are_contiguous(tensors) or all(map(is_gapless, tensors))
-
-
-def same_memory_order(a: Tensor, b: Tensor) -> bool:
-    """Return True if list kernels can walk two tensors of one shape by one pointer."""
-    if a.stride() == b.stride():
-        return is_gapless(a)
-    return a.is_contiguous() and b.is_contiguous()
-
-
-def all_same_memory_order(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Return True if `same_memory_order` of each two tensors."""
-    if are_contiguous(some) and are_contiguous(others):
-        return True
-    return all(map(same_memory_order, some, others))
-
-
-def laid_out_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor in the memory order of another one of its shape."""
-    if same_memory_order(tensor, like):
-        return tensor
-    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
 def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -135,37 +91,6 @@ def copy_list_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         listops.copy_([targets[i] for i in indices], [tensors[i] for i in indices])
 
 
-def flat_view(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors of one kind in one flat tensor, each in the order of its
-    memory. Without a copy if they are already the `views` of one flat tensor.
-    """
-    first, numels = tensors[0], list(map(Tensor.numel, tensors))
-    size, start = sum(numels), first.storage_offset()
-    offsets = list(itertools.accumulate(numels[:-1], initial=start))
-    if list(map(Tensor.storage_offset, tensors)) == offsets and are_gapless(tensors):
-        storages = map(Tensor.untyped_storage, tensors)
-        if len(set(map(torch.UntypedStorage.data_ptr, storages))) == 1:
-            return first.detach().as_strided((size,), (1,), start)
-    with torch.no_grad():
-        return join(tensors, tensors)
-
-
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors of one kind in one flat copy, each in row-major order."""
-    return torch.cat(list(map(Tensor.flatten, tensors)))
-
-
-def views(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `flat` laid out like these if they are gapless, as `flat_view` inverted."""
-    parts = torch.split(flat, list(map(Tensor.numel, likes)))
-    if are_contiguous(likes):
-        return list(map(Tensor.view_as, parts, likes))
-    return [
-        part.as_strided(like.shape, like.stride()) if is_gapless(like) else part.view(like.shape)
-        for part, like in zip(parts, likes, strict=True)
-    ]
-
-
 # ---- arithmetic ----------------------------------------------------------------------------------
 
 
@@ -174,7 +99,7 @@ def divide(tensors: Sequence[Tensor], divisor: Tensor, *, in_place: bool = False
     ops = torch.div, listops.div, listops.div_
     if all([unscaled_dtype(t.dtype) is t.dtype for t in tensors]):
         return _with_operand(*ops, tensors, divisor, in_place=in_place)
-    wide = cast(tensors, [unscaled_dtype(tensor.dtype) for tensor in tensors])
+    wide = cast_list_saturating(tensors, [unscaled_dtype(tensor.dtype) for tensor in tensors])
     is_fresh = all(new is not old for new, old in zip(wide, tensors, strict=True))
     return _with_operand(*ops, wide, divisor, in_place=in_place or (is_fresh and not traced()))
 
@@ -255,7 +180,9 @@ def _within_range(bound: float, dtype: torch.dtype) -> float:
     return bound if bound == math.inf else min(float(bound), torch.finfo(dtype).max)
 
 
-def cast(tensors: Sequence[Tensor], dtypes: torch.dtype | Sequence[torch.dtype]) -> list[Tensor]:
+def cast_list_saturating(
+    tensors: Sequence[Tensor], dtypes: torch.dtype | Sequence[torch.dtype]
+) -> list[Tensor]:
     """Return `cast_saturating` of each. A tensor that has its dtype already is returned as it
     is.
     """
@@ -297,50 +224,6 @@ def _bounded(tensors: list[Tensor], old: torch.dtype, new: torch.dtype) -> Seque
     return bounded
 
 
-# ---- tensors as one ------------------------------------------------------------------------------
-
-# The number of elements that are joined at a time: it bounds the memory for copies.
-MAX_JOINED_NUMEL = 2**22
-# The number that the caches of a CPU hold, for many operators over the same elements.
-CACHE_NUMEL = 2**18
-
-
-def bounded_groups(
-    tensors: Sequence[Tensor], kinds: Sequence[Any], max_numel: int = MAX_JOINED_NUMEL
-) -> list[list[int]]:
-    """Return the indices of tensors of one kind, in groups of at most so many elements. A larger
-    tensor is a group of its own.
-    """
-    groups: list[list[int]] = []
-    last: dict[Any, tuple[list[int], int]] = {}
-    for index, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
-        group, size = last.get(kind, ([], max_numel + 1))
-        if size + tensor.numel() > max_numel:
-            group, size = [], 0
-            groups.append(group)
-        group.append(index)
-        last[kind] = group, size + tensor.numel()
-    return groups
-
-
-def join(tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors of one kind in one flat tensor, in fresh memory, each in the
-    memory order of its like.
-    """
-    if are_contiguous(tensors) and are_contiguous(likes):
-        return flattened(tensors)
-    flat = tensors[0].new_empty(sum(map(Tensor.numel, tensors)))
-    listops.copy_(views(flat, likes), list(tensors))
-    return flat
-
-
-def split_like(flat: Tensor, tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return the inverse of `join`, in tensors like these in fresh memory."""
-    new = [torch.empty_like(tensor) for tensor in tensors]
-    listops.copy_(new, views(flat, likes))
-    return new
-
-
 # ---- old or new ----------------------------------------------------------------------------------
 
 
@@ -374,7 +257,7 @@ def where(
                 results[indices[0]] = torch.where(flag, olds[0], news[0])
                 continue
             joined = torch.where(flag, join(olds, olds), join(news, olds))
-            chosen = views(joined, olds) if in_place else split_like(joined, olds, olds)
+            chosen = split_views(joined, olds) if in_place else split_copies(joined, olds, olds)
             for index, result in zip(indices, chosen, strict=True):
                 results[index] = result
     if in_place:
@@ -393,6 +276,8 @@ def overwrite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
 # ---- sums ----------------------------------------------------------------------------------------
 
 _IN_RANGE = 2.0**-100  # above it no bit of a factor is lost in float32
+# The dtypes of sums that `_add_where_` adds to as its terms are.
+_LIST_SUM_DTYPES = {torch.float32, torch.float64}
 
 
 def multiply_by_number_(tensors: Sequence[Tensor], number: float) -> None:
@@ -410,56 +295,56 @@ def multiply_by_number_(tensors: Sequence[Tensor], number: float) -> None:
 def weighted_sum(
     sums: list[Tensor],
     new: list[Tensor],
-    share: float | Tensor,
+    weight: float | Tensor,
     good: bool | Tensor,
     *,
-    old_share: float | Tensor | None = None,
+    old_weight: float | Tensor | None = None,
     scale: Tensor | None = None,
     in_place: bool,
 ) -> list[Tensor]:
-    """Return `sums * old_share + new / scale * share` if `good`, else `sums`. None leaves a factor
-    out.
+    """Return `sums * old_weight + new / scale * weight` if `good`, else `sums`. None leaves a
+    factor out.
 
-    `share` is a number only if `good` is True. The textbook `sums + (new - sums) * share` would
+    `weight` is a number only if `good` is True. The textbook `sums + (new - sums) * weight` would
     overflow on opposite signs.
     """
-    factors = [factor for factor in (share, old_share, scale) if isinstance(factor, Tensor)]
+    factors = [factor for factor in (weight, old_weight, scale) if isinstance(factor, Tensor)]
     if (
         traced()
         or is_on_a_graph([*sums, *new, *factors])
-        or not {total.dtype for total in sums} <= set(ADDED_AS_LISTS)
+        or not {total.dtype for total in sums} <= _LIST_SUM_DTYPES
     ):
         pairs = zip(sums, new, strict=True)
-        totals = [_weighted(*pair, share, good, old_share, scale) for pair in pairs]
+        totals = [_weighted(*pair, weight, good, old_weight, scale) for pair in pairs]
         if in_place and not under_transform():
             return [total.copy_(other) for total, other in zip(sums, totals, strict=True)]
         return totals
     sums = sums if in_place else detach_and_clone(sums)
-    on_host = not isinstance(share, Tensor) or host_can_read([share], sums)
+    on_host = not isinstance(weight, Tensor) or host_can_read([weight], sums)
     if not sums or (on_host and not bool(good)):
         return sums
     with torch.no_grad():
         if on_host:
-            number = share.item() if isinstance(share, Tensor) else share
+            number = weight.item() if isinstance(weight, Tensor) else weight
             if scale is not None and _IN_RANGE < number / scale.item() < 1 / _IN_RANGE:
                 number, scale = number / scale.item(), None  # a pass less
-            if old_share is not None:
-                multiply_by_number_(sums, float(old_share))
+            if old_weight is not None:
+                multiply_by_number_(sums, float(old_weight))
             listops.add_(sums, new if scale is None else divide(new, scale), alpha=number)
             return sums
         new = new if scale is None else divide(new, scale)
-    if old_share is not None:
-        sums = multiply(sums, old_share, in_place=True)  # type: ignore[arg-type]
-    add_where_(sums, new, share, good)  # type: ignore[arg-type]
+    if old_weight is not None:
+        sums = multiply(sums, old_weight, in_place=True)  # type: ignore[arg-type]
+    _add_where_(sums, new, weight, good)  # type: ignore[arg-type]
     return sums
 
 
 def _weighted(
     total: Tensor,
     new: Tensor,
-    share: float | Tensor,
+    weight: float | Tensor,
     good: bool | Tensor,
-    old_share: float | Tensor | None,
+    old_weight: float | Tensor | None,
     scale: Tensor | None,
 ) -> Tensor:
     """Return `weighted_sum` of one tensor, for a derivative, a compiler or a narrow sum."""
@@ -467,18 +352,14 @@ def _weighted(
     added = new.to(wide) if scale is None else new.to(wide) / scale.to(wide)
     if isinstance(good, Tensor):
         added = torch.where(good, added, 0)
-    added = added * (share.to(wide) if isinstance(share, Tensor) else share)
-    if isinstance(old_share, Tensor):
-        old_share = old_share.to(wide)
-    kept = total.to(wide) if old_share is None else total.to(wide) * old_share
+    added = added * (weight.to(wide) if isinstance(weight, Tensor) else weight)
+    if isinstance(old_weight, Tensor):
+        old_weight = old_weight.to(wide)
+    kept = total.to(wide) if old_weight is None else total.to(wide) * old_weight
     return cast_saturating(kept + added, total.dtype)
 
 
-# The dtypes of sums that `add_where_` adds to as its terms are.
-ADDED_AS_LISTS = (torch.float32, torch.float64)
-
-
-def add_where_(
+def _add_where_(
     targets: Sequence[Tensor], new: Sequence[Tensor], factor: Tensor, good: Tensor
 ) -> None:
     """Add `new * factor` to each target in place if `good`; otherwise `new` may be NaN."""
@@ -488,4 +369,4 @@ def add_where_(
             sums, addends = ([column[i] for i in indices] for column in (targets, new))
             dtype = sums[0].dtype
             terms = torch.where(good, join(addends, sums), 0).to(dtype) * factor.to(dtype)
-            listops.add_(sums, views(terms, sums))
+            listops.add_(sums, split_views(terms, sums))

@@ -12,7 +12,7 @@ from torch import Tensor
 IN_PLACE: dict[Any, Callable[..., None]] = {}
 
 
-def define(name: str, function: Callable[..., None]) -> None:
+def define_operators(name: str, function: Callable[..., None]) -> None:
     """Define the operators `name_` and `name`. `function(targets, *operands, owned)` writes into
     the list of `targets`; the pure form returns new ones. With `owned` the operands too may be
     overwritten.

@@ -265,13 +265,13 @@ def constant_while_compiling(function: _Function) -> _Function:
     return function
 
 
-class Opaque:
-    """A function that Dynamo calls and does not trace, by a decorator of torch. As that imports the
+class NonstrictTraced:
+    """A function that Dynamo calls and does not trace, by `nonstrict_trace`. As that imports the
     compiler, it decorates when Dynamo is there.
     """
 
-    def __init__(self, function: Callable[..., Any], decorator: Callable[[], Any]) -> None:
-        self._function, self._decorator = function, decorator
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
         self._decorated: list[Any] = []
         if "torch._dynamo" in sys.modules:  # all that are made from now on share a graph
             with contextlib.suppress(ImportError):  # a lacking name is refused where it is needed
@@ -280,7 +280,7 @@ class Opaque:
     @constant_while_compiling
     def _decorate(self) -> None:
         if not self._decorated:
-            self._decorated.append(self._decorator()(self._function))
+            self._decorated.append(_here.nonstrict_trace(self._function))
 
     def __call__(self, *args: Any) -> Any:
         self._decorate()
@@ -316,11 +316,8 @@ def remove_global_hook(handle: Any) -> None:
     _here.with_kwargs.pop(handle.id, None)
 
 
-def gradient_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:
-    """Return the hooks that `register_hook` added to a tensor."""
-    return tuple((_here.hooks(tensor) or {}).values())
-
-
-def has_accumulated_hooks(tensor: Tensor) -> bool:
-    """Return True if a tensor has a hook from `register_post_accumulate_grad_hook`."""
-    return bool(_here.accumulated_hooks(tensor))
+def has_gradient_hook(tensor: Tensor) -> bool:
+    """Return True if a tensor has a hook of `register_hook`, or of
+    `register_post_accumulate_grad_hook`.
+    """
+    return bool(_here.hooks(tensor) or _here.accumulated_hooks(tensor))

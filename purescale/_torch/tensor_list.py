@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .._torch import private
-from .._torch.foreach import are_gapless, by_kind
+from .._torch.foreach import by_kind
+from .._torch.memory_order import are_gapless
 from .._torch.tracing import PLAIN_TYPES
 
 
@@ -83,9 +84,8 @@ class TensorList:
     ) -> None:
         self.tensors = tensors
         self.metadata = ListMetadata() if metadata is None else metadata
-        self.dense_without_history = (
-            dense_without_history  # known to be so: see `are_dense_without_history`
-        )
+        # True if it is known, see `are_dense_without_history`.
+        self.dense_without_history = dense_without_history
 
     def matches(self, others: Sequence[Any]) -> bool:
         """Return True if it is known that `others` differ from these in values only."""

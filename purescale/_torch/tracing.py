@@ -1,6 +1,7 @@
 """Where a call runs, and which values the host can read.
 
 traced                plain operators are needed: compiling, recorded by `jit`, or a transform
+traced_or_recorded    or while make_fx records: the call is a part of something larger
 recording_in_jit      makes this thread count as `traced` while `jit` records its operators
 under_transform       vmap, grad or another of torch.func, forward mode, or recorded by `jit`
 under_derivative      a transform that differentiates;  is_differentiated: through this tensor
@@ -12,7 +13,6 @@ current_context       some of these at the start of a step, which carries the an
 captured              inside of a function of `capture`, whose operators may be replayed
 host_can_decide       by what is read: no graph of torch.autograd would miss it
 host_can_read         a read neither waits nor is missing in a graph: a CPU, in eager mode
-can_use_native_kernels            an operator with kernels for a CPU and CUDA alone may take them
 """
 
 from __future__ import annotations
@@ -114,16 +114,17 @@ class CallContext(NamedTuple):
     that have no context ask again, such as those of `foreach`.
     """
 
-    traced: bool = False  # as `traced`; all others are False then
+    # The first, third and last are the answers of the functions of these names.
+    traced: bool = False  # if True, all others are False
     # A plan may be found again. Else each call plans anew.
     reuses_plans: bool = False
-    in_make_fx: bool = False  # as `recorded_by_make_fx`
+    recorded_by_make_fx: bool = False
     host_can_read_cpu: bool = False  # the host may read plain tensors of a CPU
-    captured: bool = False  # as `captured`
+    captured: bool = False
 
-    def host_can_read_without_graph(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if the host may read these tensors: plain ones of a CPU, on no graph. A fake
-        tensor has no value.
+    def host_can_decide(self, tensors: Sequence[Tensor]) -> bool:
+        """Return the answer of `host_can_decide` in this context: True for plain tensors of a CPU,
+        on no graph. A fake tensor has no value.
         """
         return self.host_can_read_cpu and all(
             [type(t) is Tensor and t.is_cpu and not t.requires_grad for t in tensors]
@@ -136,11 +137,11 @@ def current_context() -> CallContext:
     """
     if traced():
         return CallContext(traced=True)
-    in_make_fx = recorded_by_make_fx()
+    recorded = recorded_by_make_fx()
     return CallContext(
         reuses_plans=not (torch.is_inference_mode_enabled() or _in_whole_graph.get()),
-        in_make_fx=in_make_fx,
-        host_can_read_cpu=not (in_make_fx or _as_an_accelerator.get()),
+        recorded_by_make_fx=recorded,
+        host_can_read_cpu=not (recorded or _as_an_accelerator.get()),
         captured=_captured.get(),
     )
 
@@ -204,21 +205,6 @@ def host_can_decide(*lists: Sequence[Tensor]) -> bool:
     what they decide may be decided in Python.
     """
     return host_can_read(*lists) and not is_on_a_graph(list(itertools.chain(*lists)))
-
-
-def can_use_native_kernels(*tensors: Tensor) -> bool:
-    """Return True if an operator that has kernels for a CPU and CUDA alone may take these tensors:
-    in eager mode, on one such device, off every graph, without subclasses. A CUDA kernel may take
-    addresses without asking whose they are.
-    """
-    first = tensors[0]
-    return (
-        not traced()
-        and (first.is_cpu or first.is_cuda)
-        and len({tensor.device for tensor in tensors}) == 1
-        and {type(tensor) for tensor in tensors} <= PLAIN_OR_FAKE
-        and not any([tensor.requires_grad for tensor in tensors])
-    )
 
 
 class GraphEndError(Exception):

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .._optim.opt_state import OptState, with_step_counted
 from .._optim.optimizer_inputs import OptimizerInputs
-from .._torch import foreach, private
-from .._torch.dtypes import send_once, to_device, wide_dtype, widest_float
+from .._torch import flat_buffer, foreach, private
+from .._torch.dtypes import wide_dtype, widest_float
+from .._torch.transfer import send_once, to_device
 from .._torch_optim.formulas import SIZES, LeafSlots, NewLeaf, Settings
 from .._torch_optim.in_state import map_numbers
 from .._torch_optim.param_groups import ParamGroup, build_param_groups
@@ -36,7 +37,7 @@ class FormulaStep:
         self._config, self._slot_spec = config, slot_spec
         self._formula = config.spec.formula
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
-        self._opaque = _opaque_in_dynamo(config, self._step_groups)
+        self._opaque = _nonstrict_traced(config, self._step_groups)
         self._sizes: dict[tuple[Any, ...], Tensor] = {}  # of `send_once`
 
     def __call__(
@@ -107,8 +108,8 @@ class FormulaStep:
         params = [row.param for row in rows]
         kinds = [(row.param.device, row.param.dtype, tuple(row.slots)) for row in rows]
         on_accelerator = any(map(foreach.is_on_accelerator, params))
-        max_numel = foreach.MAX_JOINED_NUMEL if on_accelerator else foreach.CACHE_NUMEL
-        for indices in foreach.bounded_groups(params, kinds, max_numel):
+        max_numel = flat_buffer.MAX_JOINED_NUMEL if on_accelerator else flat_buffer.CACHE_NUMEL
+        for indices in flat_buffer.bounded_groups(params, kinds, max_numel):
             some = [rows[index] for index in indices]
             if len(some) > 1:
                 new = self._step_joined(some, settings, t)
@@ -176,8 +177,8 @@ class FormulaStep:
         return new, {**new_slots, COUNT: t}
 
 
-def _opaque_in_dynamo(config: OptimizerConfig, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `opaque(names, *operands)`, equal to `function(groups, *operands)` with the groups
+def _nonstrict_traced(config: OptimizerConfig, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call(names, *operands)`, equal to `function(groups, *operands)` with the groups
     of these names, which Dynamo does not trace. Dynamo guards on arguments only: the constant
     settings are passed as text, so that others compile anew. Rates that are tensors or
     schedules reach `function` as operands.
@@ -192,8 +193,8 @@ def _opaque_in_dynamo(config: OptimizerConfig, function: Callable[..., Any]) -> 
     ]
     kind = config.spec.name, id(config.spec.cls), id(config.spec.formula)
     key = repr((kind, list(config.overrides), constant, config.in_state))
-    opaque = private.Opaque(call, lambda: private.nonstrict_trace)
-    return lambda names, *operands: opaque(key, names, *operands)
+    traced_call = private.NonstrictTraced(call)
+    return lambda names, *operands: traced_call(key, names, *operands)
 
 
 def _fresh(new: list[Any], old: list[Any]) -> list[Any]:
@@ -239,11 +240,11 @@ def _widest_scalar(number: Tensor) -> Tensor:
 
 
 def _join(tensors: list[Tensor], likes: list[Tensor]) -> Tensor:
-    return _widen(foreach.join(tensors, likes)).reshape(-1)
+    return _widen(flat_buffer.join(tensors, likes)).reshape(-1)
 
 
 def _split_joined(joined: Tensor, tensors: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
     """Return the inverse of `_join`, in the dtypes of `tensors`."""
     if tensors[0].is_complex():
         joined = torch.view_as_complex(joined.view(-1, 2))
-    return foreach.split_like(joined, tensors, likes)
+    return flat_buffer.split_copies(joined, tensors, likes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, map_opt_states, numbers_of, stored_settings
-from .._torch.dtypes import to_device
+from .._torch.transfer import to_device
 from .._tree.leaves import describe
 from .._tree.pytree import join_names
 from .._tree.scalars import as_float

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._optim.opt_state import OptState, with_step_counted
 from .._optim.optimizer_inputs import OptimizerInputs
-from .._torch.operators import define
+from .._torch.operators import define_operators
 from .._torch.tracing import host_can_read, may_be_opaque
 from .._torch_optim.kernel_step import (
     KernelStep,
@@ -130,7 +130,7 @@ def _update_targets(
         kernel.run(KernelCall(kernel.bind(settings), settings, *operands), skip)
 
 
-define("fused_update", _update_targets)
+define_operators("fused_update", _update_targets)
 
 
 def _operator_arguments(

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._optim.opt_state import OptState, numbers_of, with_step_counted
 from .._optim.optimizer_inputs import OptimizerInputs
-from .._torch import foreach
-from .._torch.dtypes import to_device
-from .._torch.foreach import same_memory_order
+from .._torch import foreach, memory_order
+from .._torch.memory_order import same_memory_order
 from .._torch.tracing import host_can_read
+from .._torch.transfer import to_device
 from .._torch_optim.kernels import Kernel, KernelCall
 from .._torch_optim.param_groups import ParamGroup
 from .._torch_optim.settings import OptimizerConfig, StepSettings
@@ -192,7 +192,7 @@ def writable_leaves(
         writable = foreach.detach_and_clone(leaves)
     for param, slot in pairs:
         if writable[slot].shape == writable[param].shape:
-            writable[slot] = foreach.laid_out_like(writable[slot], writable[param])
+            writable[slot] = memory_order.in_memory_order_of(writable[slot], writable[param])
     return writable
 
 

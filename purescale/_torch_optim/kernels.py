@@ -18,8 +18,8 @@ from torch.optim.nadam import nadam
 from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 
-from .._torch import foreach, private
-from .._torch.foreach import all_same_memory_order
+from .._torch import foreach, memory_order, private
+from .._torch.memory_order import all_same_memory_order
 from .._torch.tensor_list import TensorList, are_comparable
 from .._torch.tracing import CallContext, host_can_read
 from .._torch_optim import formulas
@@ -268,7 +268,7 @@ def _grads_for_kernel(call: KernelCall) -> Gradients:
     """Return the gradients unscaled and clipped, in the parameters' dtype and memory order."""
     params = call.params
     grads = call.grads.apply_pending()
-    tensors = foreach.cast(grads.tensors, params[0].dtype)
+    tensors = foreach.cast_list_saturating(grads.tensors, params[0].dtype)
     if not all_same_memory_order(tensors, params):
-        tensors = list(map(foreach.laid_out_like, tensors, params))
+        tensors = list(map(memory_order.in_memory_order_of, tensors, params))
     return grads.with_tensors(tensors, owned=grads.owned)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, stored_settings
-from .._torch.dtypes import to_device
 from .._torch.tracing import traced
+from .._torch.transfer import to_device
 from .._torch_optim.in_state import (
     as_float32,
     check_stored,

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.dtypes import to_device, wide_dtype
+from .._torch.dtypes import wide_dtype
+from .._torch.transfer import to_device
 from .._tree import pytree, scalars
 from .._tree.leaves import describe, describe_with_device
 from .._tree.matching import leaves_like

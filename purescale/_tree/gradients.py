@@ -152,7 +152,9 @@ class Gradients(NamedTuple):
 
     def widened(self) -> Gradients:
         """Return them in float32 where they are narrower."""
-        tensors = foreach.cast(self.tensors, [wide_dtype(t.dtype) for t in self.tensors])
+        tensors = foreach.cast_list_saturating(
+            self.tensors, [wide_dtype(t.dtype) for t in self.tensors]
+        )
         fresh = all([new is not old for new, old in zip(tensors, self.tensors, strict=True)])
         return self.with_tensors(tensors, owned=self.owned or fresh)
 

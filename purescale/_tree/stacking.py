@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .._torch.dtypes import to_device
+from .._torch.transfer import to_device
 from .._tree import pytree, scalars
 from .._tree.leaves import describe_with_device
 from .._tree.matching import leaves_like, same_metadata

@@ -5,6 +5,7 @@ master_weights        float32 masters of half parameters
 stochastic_rounding   half parameters that are rounded by chance
 state_dtype           chosen slots kept narrow
 schedule_free         an average in place of a schedule
+rounding              to half precision, on bits
 
 Each is a `wrapper.Wrapper`: it decodes what is stored, lets the inner optimizer step, and encodes
 the result.

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._optim.opt_state import is_wrapped
 from .._optim.optimizer import Optimizer
 from .._optim.optimizer_inputs import OptimizerInputs
-from .._torch import foreach
+from .._torch import flat_buffer, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import cast_saturating, is_half
@@ -353,9 +353,9 @@ def _join(params: list[Tensor], rest: list[Tensor], *, traced: bool) -> list[Ten
     masters = list(params)
     for indices in foreach.by_kind(params):
         hi, low = ([column[i] for i in indices] for column in (params, rest))
-        flat = foreach.join(hi, hi).float()
-        flat.view(torch.int32).add_(foreach.join(low, hi))
-        for index, master in zip(indices, foreach.views(flat, hi), strict=True):
+        flat = flat_buffer.join(hi, hi).float()
+        flat.view(torch.int32).add_(flat_buffer.join(low, hi))
+        for index, master in zip(indices, flat_buffer.split_views(flat, hi), strict=True):
             masters[index] = master
     return masters
 
@@ -364,7 +364,9 @@ def _write_halves(masters: list[Tensor], params: list[Tensor], rest: list[Tensor
     """Write `_split` of each master into these tensors."""
     for indices in foreach.by_kind(masters):
         some = [masters[i] for i in indices]
-        bits = _bits(foreach.flat_view(some))
+        bits = _bits(flat_buffer.view_or_join(some))
         halves = _upper_half(bits), bits.to(torch.int16)
         for targets, half in zip((params, rest), halves, strict=True):
-            foreach.detach_and_copy_([targets[i] for i in indices], foreach.views(half, some))
+            foreach.detach_and_copy_(
+                [targets[i] for i in indices], flat_buffer.split_views(half, some)
+            )

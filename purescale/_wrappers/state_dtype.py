@@ -13,10 +13,11 @@ from .._optim.opt_state import OptState, is_wrapped, map_opt_states, without_wra
 from .._optim.optimizer import Optimizer
 from .._optim.optimizer_inputs import OptimizerInputs
 from .._torch import foreach
-from .._torch.dtypes import HALF, nearest_on_bits
+from .._torch.dtypes import HALF
 from .._torch.private import constant_while_compiling
 from .._tree import pytree
 from .._tree.pytree import Leaves, Tree
+from .._wrappers.rounding import nearest_on_bits
 from .._wrappers.wrapper import Wrapper, stand_ins
 
 DTYPES = (*HALF, torch.float32)
@@ -236,7 +237,7 @@ def _cast(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:
             for tensor, dtype in zip(tensors, new.values(), strict=True)
         ]
     else:
-        results = foreach.cast(tensors, list(new.values()))
+        results = foreach.cast_list_saturating(tensors, list(new.values()))
     cast = dict(zip(new, results, strict=True))
     return [cast.get(index, leaf) for index, leaf in enumerate(leaves)]
 

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from .._optim.optimizer import Optimizer
 from .._optim.optimizer_inputs import OptimizerInputs
-from .._torch import dtensor, foreach
+from .._torch import dtensor, flat_buffer, foreach
 from .._torch.autocast import outside_autocast
-from .._torch.dtypes import HALF, is_half, rounded_on_bits, send_once
+from .._torch.dtypes import HALF, is_half
 from .._torch.tracing import traced
+from .._torch.transfer import send_once
 from .._tree import pytree
 from .._tree.hints import document_fields
 from .._tree.leaves import unsupported_reason
 from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import checked_whole
+from .._wrappers.rounding import rounded_on_bits
 from .._wrappers.wrapper import Position, Wrapper, checked_state, on_shards, positions_of
 
 
@@ -188,12 +190,12 @@ def _rounded_together(
     `rows`: for each tensor its size, the number of its first element less the elements before it,
     and its leaf.
     """
-    flat = foreach.flat_view(tensors)
+    flat = flat_buffer.view_or_join(tensors)
     sizes, firsts, leaves = rows
     index = torch.repeat_interleave(sizes, output_size=flat.numel())
     numbers = torch.arange(flat.numel(), device=flat.device) + firsts[index]
     bits = dice.roll(numbers.to(torch.int32), leaves[index])
-    return foreach.views(_up_or_down(flat, bits, dtype), tensors)
+    return flat_buffer.split_views(_up_or_down(flat, bits, dtype), tensors)
 
 
 def _up_or_down(x: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -285,7 +287,9 @@ class RoundingOptimizer(Wrapper):
         """Return the step's inputs with half parameters in float32."""
         params = inputs.params
         wide = [torch.float32 if is_half(param) else param.dtype for param in params]
-        return inputs.with_params_and_state(foreach.cast(params, wide), inputs.opt_state.inner)
+        return inputs.with_params_and_state(
+            foreach.cast_list_saturating(params, wide), inputs.opt_state.inner
+        )
 
     def encode(
         self, inputs: OptimizerInputs, params: list[Tensor], state: Tree

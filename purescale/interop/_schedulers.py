@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .._torch import private
-from .._torch.dtypes import to_device
+from .._torch.transfer import to_device
 from .._torch_optim.schedule import check_rate
 from .._tree.scalars import checked_real, checked_whole
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from helpers import same_bits
 
-from purescale._torch.dtypes import HALF, cast_saturating, nearest_on_bits
+from purescale._torch.dtypes import HALF, cast_saturating
+from purescale._wrappers.rounding import nearest_on_bits
 
 each_dtype = pytest.mark.parametrize("dtype", HALF)
 

@@ -22,7 +22,7 @@ from purescale._loss_scale import rules
 from purescale._step import value_and_grad
 from purescale._torch.tracing import as_on_an_accelerator
 from purescale._tree.cache import TreeCache
-from purescale._wrappers import wrapper
+from purescale._wrappers import pieces
 
 # torch says so of leaves that a step refuses.
 pytestmark = [
@@ -614,7 +614,7 @@ def test_a_step_is_made_as_planned_while_another_thread_enters_a_transform(
     name, number, around, monkeypatch
 ):
     """torch keeps the level of forward mode for the whole process."""
-    monkeypatch.setattr(wrapper, "PIECE_NUMEL", 50)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 50)
     momentum = {"momentum": 0.9} if name == "SGD" else {}
     optimizer = ps.from_torch(getattr(torch.optim, name), lr=0.1, **momentum)
     slot = "momentum_buffer" if momentum else "square_avg" if name == "RMSprop" else "exp_avg"

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 import purescale as ps
 from purescale._optim.optimizer import FlatOptimizer
 from purescale._torch_optim import kernels
-from purescale._wrappers import wrapper
+from purescale._wrappers import pieces
 
 
 class StepAlone:
@@ -158,7 +158,7 @@ def test_a_wrapper_gives_an_optimizer_of_ones_own_all_parameters_at_once(monkeyp
     grads = {name: torch.randn_like(leaf) for name, leaf in params.items()}
     state = ps.with_master_weights(ByNormOfAll()).init(params)
     whole = ps.with_master_weights(ByNormOfAll()).step(params, grads, state)
-    monkeypatch.setattr(wrapper, "PIECE_NUMEL", 20)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 20)
     optimizer = ps.with_master_weights(ByNormOfAll())
     assert same_bits(optimizer.step(params, grads, state), whole)
     no_skip = torch.tensor(False)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 import purescale as ps
 from purescale._torch import tracing
-from purescale._wrappers import wrapper
+from purescale._wrappers import pieces
 from purescale.testing import assert_pure
 
 
@@ -110,7 +110,7 @@ def test_masters_have_the_bits_of_a_run_in_float32(name, way, monkeypatch):
         donated = ps.maybe_step(wrapped, *clone(donated)[:1], grads, clone(donated)[1], False, True)
         assert same_bits(donated, (params, state))
         with monkeypatch.context() as patched:
-            patched.setattr(wrapper, "PIECE_NUMEL", 64)
+            patched.setattr(pieces, "PIECE_NUMEL", 64)
             cut = in_pieces.step(cut[0], grads, cut[1])
             assert same_bits(cut, (params, state))
     for key, p in params.items():
@@ -132,7 +132,7 @@ def test_a_scaled_step_in_one_piece_and_in_many_has_those_bits_too(name, way, mo
         grads = {n: 4 * g for n, g in grads_of(params, 100 * index).items()}
         bounds = {"clip_value": 0.3} if index else {}
         if index == 2:
-            monkeypatch.setattr(wrapper, "PIECE_NUMEL", 64)
+            monkeypatch.setattr(pieces, "PIECE_NUMEL", 64)
             wrapped = ps.with_master_weights(optimizer)
         expected = ps.unscale_and_step(optimizer, scaler, wide, like(grads, wide), inner, **bounds)
         wide, inner = expected[:2]
@@ -160,7 +160,7 @@ def test_pieces_keep_slots_whose_memory_is_in_another_order(wrap, reordered, mon
         given = clone((whole, cut))
         whole = ps.maybe_step(wrapped, given[0][0], grads, given[0][1], False, donate=True)
         with monkeypatch.context() as patched:
-            patched.setattr(wrapper, "PIECE_NUMEL", 64)
+            patched.setattr(pieces, "PIECE_NUMEL", 64)
             cut = ps.maybe_step(in_pieces, given[1][0], grads, given[1][1], False, donate=True)
         assert same_bits(cut, whole)
 
@@ -188,7 +188,7 @@ def assert_masters_make_these_steps(optimizer, wide, runs):
 
 def test_pieces_keep_overrides_counts_and_the_rest_of_the_tree(way, monkeypatch):
     """A nested tree with None, a schedule, a leaf that is cut, one gradient that is not there."""
-    monkeypatch.setattr(wrapper, "PIECE_NUMEL", 64)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 64)
     optimizer = made(
         "AdamW",
         lr=lambda applied: 1e-2 / (1 + applied),
@@ -212,7 +212,7 @@ class Layer(NamedTuple):
 @pytest.mark.parametrize("tree", [Layer, lambda weight, bias: weight, lambda *pair: list(pair)])
 def test_pieces_keep_every_structure_of_parameters(tree, way, monkeypatch):
     """A named tuple, whose masters are one too, and a tensor alone."""
-    monkeypatch.setattr(wrapper, "PIECE_NUMEL", 64)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 64)
     wide = tree(numbers((20, 15)), numbers(33))
     runs = [tree(numbers((20, 15), index), numbers(33, index)) for index in range(2)]
     assert_masters_make_these_steps(made("AdamW"), wide, runs)

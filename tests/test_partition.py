@@ -26,7 +26,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import purescale as ps
 from purescale._distributed.collectives import describe_setting
-from purescale._wrappers import wrapper
+from purescale._wrappers import pieces
 from purescale.testing import assert_optimizer, assert_pure, assert_single_graph
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
@@ -521,7 +521,7 @@ def test_a_step_that_raises_leaves_all_that_was_donated_as_it_was(data):
     forced, unscale = data.draw(st.booleans()), data.draw(st.booleans())
     fuse.left = data.draw(st.integers(1, 8) | st.integers(9, 30))
     piece = data.draw(st.sampled_from([1, 8, 2**21]))
-    with on_an_accelerator(forced), mock.patch.object(wrapper, "PIECE_NUMEL", piece):
+    with on_an_accelerator(forced), mock.patch.object(pieces, "PIECE_NUMEL", piece):
         given_trees = clone((params, scaled, state))
         try:
             if unscale:

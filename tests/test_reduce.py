@@ -325,8 +325,8 @@ def _overflows(rank):
 
 
 def _norms(rank):
-    """What overflows to inf on one rank and to -inf on another has the norm inf, as in one process;
-    a NaN of one rank stays NaN. `[2]` is finite on all.
+    """Norm and largest magnitude are those of one process, whatever is inf, -inf or NaN on which
+    rank, and however many microbatches each has.
     """
     inf, nan, ranks = math.inf, math.nan, dist.get_world_size()
     cases = [  # by rank the gradient of each microbatch; the norm
@@ -334,23 +334,27 @@ def _norms(rank):
         ([[-inf], [2.0]], inf),
         ([[inf, -inf], [2.0]], inf),
         ([[-inf, 2.0], [inf]], inf),
-        ([[nan], [2.0]], nan),
-        ([[nan], [-inf]], nan),
+        ([[nan], [2.0]], inf),
+        ([[nan], [-inf]], inf),
+        ([[nan], [2.0, 2.0]], inf),
         ([[2.0], [2.0]], 2.0),
     ]
     for size in (2, 2**19):  # the larger one is sent in memory of its own
         for (grads, norm), retries in itertools.product(cases, (0, 1)):
-            mine = [torch.tensor([g] + [0.0] * (size - 1)) for g in (grads + [[2.0]] * ranks)[rank]]
+            shares = [
+                [torch.tensor([g] + [0.0] * (size - 1)) for g in of_rank]
+                for of_rank in (grads + [[2.0]] * ranks)[:ranks]
+            ]
             for rule in (ps.DynamicScale(), ps.HeadroomScale()):
                 state, step = started(
                     {"v": torch.ones(size)}, lambda params, g: (params["v"] * g).sum(), rule=rule
                 )
-                settings = {"max_norm": 1e30, "max_retries": retries, "group": dist.group.WORLD}
-                new, info = step(state, mine, **settings)
-                expected = torch.tensor(norm)
-                torch.testing.assert_close(info.grad_norm, expected, equal_nan=True)
+                settings = {"max_norm": 1e30, "max_retries": retries}
+                new, info = step(state, shares[rank], group=dist.group.WORLD, **settings)
+                _, told = step(state, list(itertools.chain.from_iterable(shares)), **settings)
+                assert info.grad_norm == told.grad_norm == norm
                 if isinstance(rule, ps.HeadroomScale):
-                    torch.testing.assert_close(info.grad_amax, expected, equal_nan=True)
+                    torch.testing.assert_close(info.grad_amax, told.grad_amax, equal_nan=True)
                 assert info.found_inf == (norm != 2.0)
                 assert same_bits(new.params["v"][1:], state.params["v"][1:])
                 assert the_same_everywhere(new, info)

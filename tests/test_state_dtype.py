@@ -7,7 +7,7 @@ from test_stochastic_rounding import SOME, grads_of, made, params_of
 from test_user_class_step import Lion
 
 import purescale as ps
-from purescale._wrappers import wrapper
+from purescale._wrappers import pieces
 from purescale.testing import assert_pure
 
 WIDE = (torch.float32, torch.float64)
@@ -50,7 +50,7 @@ def test_a_step_is_cast_up_stepped_and_cast_down(name, dtype, way, monkeypatch):
     optimizer = made(name)
     narrow, in_pieces = (ps.with_state_dtype(optimizer, {"*": dtype}) for _ in range(2))
     params = cut = params_of(WIDE)
-    state = pieces = narrow.init(params)
+    state = cut_state = narrow.init(params)
     assert same_bits(state, cast(optimizer.init(params), lambda *_: dtype))
     expected = params, state
     for index in range(3):
@@ -62,9 +62,9 @@ def test_a_step_is_cast_up_stepped_and_cast_down(name, dtype, way, monkeypatch):
         assert same_bits((params, state), expected)
         assert same_bits(donated, expected)
         with monkeypatch.context() as patched:
-            patched.setattr(wrapper, "PIECE_NUMEL", 64)
-            cut, pieces = in_pieces.step(cut, grads, pieces)
-            assert same_bits((cut, pieces), expected)
+            patched.setattr(pieces, "PIECE_NUMEL", 64)
+            cut, cut_state = in_pieces.step(cut, grads, cut_state)
+            assert same_bits((cut, cut_state), expected)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import purescale as ps
-from purescale._wrappers import wrapper
+from purescale._wrappers import pieces
 from purescale.testing import assert_optimizer
 
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -61,7 +61,7 @@ def test_a_nesting_is_refused_before_the_first_step_or_makes_every_step(innermos
     """Donated or not, called as `step` or skipped by a flag, saved and loaded: the same bits, in
     pieces.
     """
-    monkeypatch.setattr(wrapper, "PIECE_NUMEL", 64)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 64)
     works = 0
     for nesting in [*itertools.product(AROUND), *itertools.product(AROUND, repeat=2)]:
         optimizer = INNERMOST[innermost]
@@ -146,9 +146,9 @@ def test_a_run_in_pieces_that_is_saved_and_resumed_is_that_of_one_piece(
 
     whole = trained(resumed=False)
     assert same_bits(trained(resumed=True), whole)
-    monkeypatch.setattr(wrapper, "PIECE_NUMEL", 20)
-    pieces = trained(resumed=False)
-    for leaf, other in zip(*map(pytree.tree_leaves, (pieces, whole)), strict=True):
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 20)
+    cut = trained(resumed=False)
+    for leaf, other in zip(*map(pytree.tree_leaves, (cut, whole)), strict=True):
         last_bits = 2 if leaf.dtype is torch.int16 else 1e-7  # of masters
         torch.testing.assert_close(leaf, other, rtol=1e-6, atol=last_bits)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,12 +71,9 @@ class Reduction:
         self.rows: list[Any] = [None] * len(self.buckets)  # the messages
         self.works: list[Any] = []  # of the buckets that are sent; None: nothing to wait for
 
-    def put(
-        self, index: int, leaf: Tensor, *, is_last_use: bool = False, nan: float | None = None
-    ) -> None:
+    def put(self, index: int, leaf: Tensor, *, is_last_use: bool = False) -> None:
         """Add a leaf, and send the buckets that are full. If it `is_last_use`, nobody else will use
-        this tensor, though another may share its memory. `nan` is sent in place of NaN, and inf in
-        place of -inf, so that infs do not add up to NaN.
+        this tensor, though another may share its memory.
         """
         bucket = self.bucket_of[index]
         values = as_dense_real(leaf)
@@ -85,8 +81,7 @@ class Reduction:
         divisor: Tensor | float = self.divisor
         divisor = divisor.to(dtype) if isinstance(divisor, Tensor) else divisor
         if self.is_recorded:
-            part = torch.div(values.to(dtype), divisor)
-            self.parts[index] = part if nan is None else part.nan_to_num(nan, math.inf, math.inf)
+            self.parts[index] = torch.div(values.to(dtype), divisor)
         else:
             with torch.no_grad():
                 if is_last_use and self._can_be_sent(index, values):
@@ -94,8 +89,6 @@ class Reduction:
                     self.rows[bucket] = values.as_strided((values.numel(),), (1,))  # gapless
                 else:
                     self._copy(index, values, dtype, divisor)
-                if nan is not None:
-                    self.parts[index].nan_to_num_(nan, math.inf, math.inf)
         self.num_missing[bucket] -= 1
         while len(self.works) < len(self.buckets) and not self.num_missing[len(self.works)]:
             self._send(len(self.works))

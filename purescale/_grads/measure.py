@@ -32,7 +32,9 @@ class StatsOptions(NamedTuple):
 
     norm_type: float | None = None  # the p of the norm; None for no norm
     amax: bool = False
-    nan_norm_is_inf: bool = False  # as for a mean over microbatches: `MicrobatchWeights`
+    # The gradients are a sum over microbatches or ranks, in which inf and -inf give NaN or inf,
+    # depending on the order of the terms; their norm is then inf.
+    nan_norm_is_inf: bool = False
     # The ranks that decide together; None in a `train_step`, which reduces before it measures.
     group: Group | None = None
     norm_group: Group | None = None  # the ranks that hold other parts of the model
@@ -72,12 +74,13 @@ def measure(
     counts as overflow, even for unscaled gradients.
 
     On an accelerator and in a trace nothing is read. On a CPU torch's operator checks and divides
-    owned gradients of which only the overflow is asked, if it is exact. Of others the 2-norm is
-    read, and the exact way is taken if it tells too little.
+    owned gradients of which only the overflow is asked, if it is exact. Otherwise, for the 2-norm
+    or the overflow alone, of one part without shards, that norm is read. What it tells too little
+    about, and all the rest, is measured exactly.
     """
     if options.all_readable or host_can_decide([scale], grads.tensors):
-        if options.only_overflow and grads.owned and _operator_is_exact(grads, scale):
-            return _stats_from_operator(grads, scale)
+        if options.only_overflow and grads.owned and _amp_operator_is_exact(grads, scale):
+            return _stats_from_amp_operator(grads, scale)
         stats = _stats_from_norm(grads, scale, options)
         if stats is not None:
             return stats, grads
@@ -89,9 +92,9 @@ def measure_exactly(grads: Gradients, scale: Tensor, options: StatsOptions) -> G
     the widest dtype of the device. Nothing is read.
     """
     divisor = _divisor(grads, scale)
-    stats = _stats_over_mesh(grads, divisor, options.norm_type)
+    stats = _collect_stats(grads, divisor, options.norm_type)
     if options.norm_group is not None:
-        stats = all_gather_stats(stats, divisor, options.norm_type, options.norm_group)
+        stats = _stats_over_group(stats, divisor, options.norm_type, options.norm_group)
     overflow = ~(stats.are_finite(divisor) & is_usable(scale))
     if options.group is not None:
         overflow = all_reduce_found_inf(overflow, options.group)
@@ -110,17 +113,17 @@ def norm_as_tensor(stats: GradStats, device: torch.device) -> Tensor:
 
 def measure_amax(grads: Gradients, divisor: Tensor, group: Group | None = None) -> Tensor:
     """Return the largest magnitude of gradients that `divisor` unscales."""
-    return _amax(_stats_over_mesh(grads, divisor, None), divisor, group)
+    return _amax(_collect_stats(grads, divisor, None), divisor, group)
 
 
-def _stats_over_mesh(grads: Gradients, divisor: Tensor, norm_type: float | None) -> LocalStats:
+def _collect_stats(grads: Gradients, divisor: Tensor, norm_type: float | None) -> LocalStats:
     """Return the stats of this rank, or of all ranks of a mesh if gradients are sharded. A complex
     number counts with its magnitude in the norm, with its two parts in the rest.
     """
 
     def stats_of(tensors: list[Tensor], norm_type: float | None) -> LocalStats:
         if grads.are_sharded:
-            return mesh_stats(tensors, grads.present_sources, divisor, norm_type)
+            return _stats_over_meshes(tensors, grads.present_sources, divisor, norm_type)
         return local_stats(tensors, divisor, norm_type)
 
     # For p = 2 the parts give the same norm.
@@ -156,7 +159,7 @@ def _divisor(grads: Gradients, scale: Tensor) -> Tensor:
 # ---- the fastest reads of a CPU -----------------------------------------------------------------
 
 
-def _operator_is_exact(grads: Gradients, scale: Tensor) -> bool:
+def _amp_operator_is_exact(grads: Gradients, scale: Tensor) -> bool:
     """Return True if torch's operator of GradScaler unscales with the bits of a division, and sees
     all overflows: it multiplies by the inverse, and looks at the gradients before. Half gradients
     may be divided in float32.
@@ -172,7 +175,7 @@ def _operator_is_exact(grads: Gradients, scale: Tensor) -> bool:
     return is_float32 and is_power_of_two and 1 <= number <= 2.0**126
 
 
-def _stats_from_operator(grads: Gradients, scale: Tensor) -> tuple[GradStats, Gradients]:
+def _stats_from_amp_operator(grads: Gradients, scale: Tensor) -> tuple[GradStats, Gradients]:
     """Return the stats, and the gradients unscaled in place."""
     numbers = 0.0, 1 / scale.item()
     # By `full`, as all numbers of a step: an operator that has just run takes a fifth of the time.
@@ -229,7 +232,7 @@ def _amax(stats: LocalStats, divisor: Tensor, group: Group | None) -> Tensor:
 # ---- over ranks ----------------------------------------------------------------------------------
 
 
-def mesh_stats(
+def _stats_over_meshes(
     tensors: Sequence[Tensor],
     source_leaves: Sequence[Any],
     divisor: Tensor,
@@ -265,7 +268,7 @@ def mesh_stats(
     return _combine_stats(amax, norms, norm_type)
 
 
-def all_gather_stats(
+def _stats_over_group(
     local: LocalStats, divisor: Tensor, norm_type: float | None, group: Group | None
 ) -> LocalStats:
     """Return the stats of a model whose parts are on the ranks of `group`, the same on all of them,

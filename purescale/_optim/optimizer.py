@@ -256,7 +256,7 @@ class FlatOptimizer:
         nobody else holds the tensors of `inputs`: they may be overwritten.
         """
         with self.grad_mode(inputs.context):
-            new = self.compute_step(inputs, self.finish_grads(inputs, grads, skip))
+            new = self.compute_step(inputs, self.unscale_and_clip(inputs, grads, skip))
             if self.may_add_slots:
                 return new
             old = inputs.params, with_iteration_counted(inputs.opt_state, in_place=in_place)
@@ -266,7 +266,7 @@ class FlatOptimizer:
             flag = False if skip is None else skip
             return structure.unflatten(select_leaves(flag, before, after, in_place=in_place))
 
-    def finish_grads(
+    def unscale_and_clip(
         self, inputs: OptimizerInputs, grads: Gradients, skip: Tensor | None
     ) -> Gradients:
         """Return unscaled and clipped gradients. They are zeros in a skipped step that is

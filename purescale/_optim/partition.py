@@ -81,7 +81,7 @@ class PartitionOptimizer(FlatOptimizer):
     elementwise: bool | None = None
 
     def __init__(self, optimizers: Mapping[str, Optimizer], label: Label) -> None:
-        _check(optimizers, label)
+        _check_arguments(optimizers, label)
         self.optimizers, self.label = dict(optimizers), label
         self.flat_optimizers = {
             key: as_flat_optimizer(each) for key, each in self.optimizers.items()
@@ -250,7 +250,7 @@ def _state_of_each(inputs: OptimizerInputs) -> dict[str, tuple[slice, Any]]:
     return dict(zip(inputs.opt_state, zip(slices, structures, strict=True), strict=True))
 
 
-def _check(optimizers: Any, label: Any) -> None:
+def _check_arguments(optimizers: Any, label: Any) -> None:
     by_key = isinstance(optimizers, Mapping) and len(optimizers) > 0 and callable(label)
     if not by_key or not all(isinstance(key, str) for key in optimizers):
         raise TypeError(

@@ -16,15 +16,15 @@ from .._distributed.collectives import (
     meets_on_cpu,
 )
 from .._distributed.process_group import Group, as_group, mesh_sizes
-from .._step.flat_state import Prepared
+from .._step.flat_state import PreparedStep
 from .._torch import dtensor
 from .._tree import pytree
 from .._tree.pytree import Tree
 
 
 def prepare_on_all_ranks(
-    group: Group, prepare: Callable[[Group | None], Prepared], state: Any
-) -> Prepared:
+    group: Group, prepare: Callable[[Group | None], PreparedStep], state: Any
+) -> PreparedStep:
     """Return the result of `prepare(group)`, where the group of a single rank becomes None. If the
     ranks meet on a CPU, an error or a difference on one rank raises on every rank; otherwise
     nothing is compared.
@@ -32,15 +32,17 @@ def prepare_on_all_ranks(
     group = as_group(group)
     several = dist.get_world_size(group) > 1
 
-    def prepare_without_dtensors() -> Prepared:
+    def prepare_and_check() -> PreparedStep:
         prepared = prepare(group if several else None)
-        _refuse_dtensors({name: getattr(state, name) for name in ("params", "buffers", "scaler")})
+        _refuse_sharded_and_sparse(
+            {name: getattr(state, name) for name in ("params", "buffers", "scaler")}
+        )
         return prepared
 
-    def describe(prepared: Prepared) -> list[str]:
+    def describe(prepared: PreparedStep) -> list[str]:
         return _all_agreed_settings(prepared.options.agreed_settings, state)
 
-    return agree_on_all_ranks(group, prepare_without_dtensors, describe, sync=meets_on_cpu(group))
+    return agree_on_all_ranks(group, prepare_and_check, describe, sync=meets_on_cpu(group))
 
 
 def _all_agreed_settings(settings: dict[str, Any], state: Any) -> list[str]:
@@ -72,7 +74,7 @@ def _fields(name: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
         yield from _fields(f"{name}.{key}", child)
 
 
-def _refuse_dtensors(trees: dict[str, Tree]) -> None:
+def _refuse_sharded_and_sparse(trees: dict[str, Tree]) -> None:
     for name, tree in trees.items():
         for index, leaf in enumerate(pytree.flatten(tree)[0]):
             if dtensor.is_dtensor(leaf):

@@ -4,9 +4,10 @@ once for states that are alike.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._grads.clip import refuse_complex
+from .._grads.measure import StatsOptions
 from .._loss_scale.scaling import check_device_of_scale
 from .._optim.optimizer_inputs import OptimizerInputs, make_optimizer_inputs
 from .._step.train_state import TrainState, TrainStepOptions
@@ -26,12 +27,23 @@ class FlatState(NamedTuple):
     inputs: OptimizerInputs
 
 
-class Prepared(NamedTuple):
-    """The arguments of a step, checked."""
+class PreparedStep(NamedTuple):
+    """The arguments of a step, checked and planned. Each stage reads them, none changes them."""
 
     flat_state: FlatState
     options: TrainStepOptions
+    microbatches: list[Any]
     weights: MicrobatchWeights
+
+    @property
+    def stats_options(self) -> StatsOptions:
+        """The measurements of the mean."""
+        return StatsOptions(
+            self.options.clip.norm_type,
+            amax=self.options.rule_traits.takes_amax,
+            nan_norm_is_inf=len(self.microbatches) > 1 or self.options.group is not None,
+            all_readable=self.flat_state.inputs.all_readable,
+        )
 
 
 def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
@@ -39,19 +51,19 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     optimizer, context = options.optimizer, current_context()
     control = state.scaler, state.step, state.rng, state.guard
     trees = state.params, state.opt_state, state.buffers, control
-    hit = optimizer.reuse_plan(context, trees)
-    if hit is None:
+    planned = optimizer.reuse_plan(context, trees)
+    if planned is None:
         flat_trees = list(map(FlatTree.of, trees))
-        _check(state, flat_trees[0])
+        _check_params(state, flat_trees[0])
         inputs = make_optimizer_inputs(optimizer, context, *flat_trees[:2])
-        hit = flat_trees, optimizer.make_plan(flat_trees, inputs)
-    (flat_params, _, flat_buffers, flat_control), inputs = hit
+        planned = flat_trees, optimizer.make_plan(flat_trees, inputs)
+    (flat_params, _, flat_buffers, flat_control), inputs = planned
     if options.clip.clip_value is not None and not flat_params.tensor_list.dense_without_history:
         refuse_complex(state.params, flat_params.leaves, "params")
     return FlatState(state, flat_params, flat_buffers, flat_control, inputs)
 
 
-def _check(state: TrainState, flat_params: FlatTree) -> None:
+def _check_params(state: TrainState, flat_params: FlatTree) -> None:
     """Refuse parameters of the wrong kind, or on another device than the scale. States for which a
     plan is found are not checked again: what depends on a setting is not checked here.
     """

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
 from .._optim.optimizer import FlatOptimizer
 from .._optim.optimizer_inputs import OptimizerInputs
-from .._step.flat_state import FlatState
-from .._step.train_state import TrainStepOptions
+from .._step.flat_state import PreparedStep
 from .._torch import dtensor
 from .._torch.donation import (
     can_write_each,
@@ -49,18 +48,17 @@ class MayWrite(NamedTuple):
     params_and_state: bool = False  # the parameters and the state of the optimizer
     buffers: bool = False
     control: bool = False  # scaler, step count, generator and guard
-    grads: bool = False  # of a step by hand
 
 
 def decide_writes(
-    options: TrainStepOptions, flat_state: FlatState, microbatches: list[Any]
+    step: PreparedStep,
 ) -> tuple[ArgumentMemory, MayWrite]:
     """Return the memory of the arguments, and what the step may overwrite. Without donation the
     state of the optimizer is not in that memory, because nothing writes into it.
     """
-    inputs = flat_state.inputs
+    flat_state, options, inputs = step.flat_state, step.options, step.flat_state.inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
-    batch = pytree.all_tensors(list(microbatches))
+    batch = pytree.all_tensors(list(step.microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
     if donate and inputs.all_writable:
         others = [*flat_state.buffers.leaves, *flat_state.control.leaves]
@@ -98,16 +96,15 @@ def decide_writes_by_hand(
     inputs: OptimizerInputs,
     grads: Gradients,
     read_only: Sequence[Tensor],
-) -> MayWrite:
-    """Return what a step may overwrite of its donated arguments."""
+) -> tuple[bool, bool]:
+    """Return whether a step may overwrite its donated parameters and state, and its gradients."""
     lists = [_params_and_state(inputs), grads.tensor_list]
     if inputs.all_writable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
         if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
-            return MayWrite(params_and_state=True, grads=True)
+            return True, True
     params_and_state, grads_too = can_write_each(lists, read_only)
-    params_and_state = params_and_state and not _on_graph(optimizer, inputs)
-    return MayWrite(params_and_state, grads=grads_too)
+    return params_and_state and not _on_graph(optimizer, inputs), grads_too
 
 
 def _on_graph(optimizer: FlatOptimizer, inputs: OptimizerInputs) -> bool:

@@ -26,9 +26,10 @@ from .._batch_norm.bn_stats import (
 )
 from .._distributed.buckets import Reduction, mean_divisor
 from .._grads.accumulate import as_weight, is_weight
-from .._step.flat_state import FlatState
+from .._step.flat_state import PreparedStep
 from .._step.forward_backward import (
     ForwardBackward,
+    LossFn,
     check_container,
     check_unwritten,
     checked_returned,
@@ -48,7 +49,7 @@ from .._step.window_result import (
 )
 from .._torch.donation import Pointers, storage_pointers
 from .._torch.dtypes import widest_float
-from .._torch.tracing import CallContext, is_on_a_graph, refuse_in_capture, under_derivative
+from .._torch.tracing import is_on_a_graph, under_derivative
 from .._tree import pytree
 from .._tree.gradients import Gradients, Pending
 from .._tree.leaves import versions
@@ -61,11 +62,6 @@ def weigh_microbatches(
     options: TrainStepOptions, microbatches: list[Any], scale: Tensor
 ) -> MicrobatchWeights:
     """Return the weights of all microbatches, by `weight_fn` or equal."""
-    if any(isinstance(entry, FUNCTION_TYPES) for entry in microbatches):
-        refuse_in_capture(
-            "takes no functions that make microbatches: a replay would not call them.",
-            "`[make() for make in functions]`, as an argument of the captured function.",
-        )
     num_microbatches, weight_fn = len(microbatches), options.weight_fn
     if weight_fn is None:
         ones = None
@@ -90,22 +86,22 @@ def weigh_microbatches(
 
 
 def accumulate_microbatches(
-    options: TrainStepOptions,
-    flat_state: FlatState,
+    step: PreparedStep,
     scale: Tensor,
-    microbatches: list[Any],
-    weights: MicrobatchWeights,
     memory: ArgumentMemory,
-    buffers_to_reduce: Leaves | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    flat_buffers: FlatTree | None = None,
 ) -> WindowResult:
     """Return the weighted mean of the microbatches' gradients and losses, and the buffers after
     them.
 
     With a group, loss and totals are over all ranks. Gradients, unless they are sent already, and
-    buffers are still of this rank. `reduce_window` averages both; in place of the buffers
-    `buffers_to_reduce`, if given.
+    buffers are still of this rank; `reduce_window` averages both. `loss_fn` and `flat_buffers`
+    stand in for those of the step.
     """
-    params, buffers = flat_state.params, flat_state.buffers
+    flat_state, options, microbatches = step.flat_state, step.options, step.microbatches
+    params, buffers = flat_state.params, flat_buffers or flat_state.buffers
     differentiable = options.optimizer.differentiable and is_on_a_graph(
         pytree.all_tensors([params.leaves, buffers.leaves, scale, microbatches])
     )
@@ -114,7 +110,7 @@ def accumulate_microbatches(
         flat_state.inputs.param_structure,
         buffers,
         scale,
-        options.loss_fn,
+        loss_fn or options.loss_fn,
         flat_state.inputs.context,
         differentiable=differentiable,
     )
@@ -125,25 +121,20 @@ def accumulate_microbatches(
         )
     before = versions(memory.batch_tensors)
     if len(microbatches) == 1 and options.group is None:
-        window = _accumulate_one(options, weights, forward_backward, microbatches[0], memory)
+        window = _accumulate_one(step, forward_backward, memory)
     else:
-        buffers_to_reduce = buffers.leaves if buffers_to_reduce is None else buffers_to_reduce
-        window = _accumulate_several(
-            options, weights, forward_backward, microbatches, memory, buffers_to_reduce
-        )
+        window = _accumulate_several(step, forward_backward, memory)
     check_unwritten(memory.batch_tensors, before)
     return window
 
 
 def _accumulate_one(
-    options: TrainStepOptions,
-    weights: MicrobatchWeights,
+    step: PreparedStep,
     forward_backward: ForwardBackward,
-    entry: Any,
     memory: ArgumentMemory,
 ) -> WindowResult:
     """Return the result of a single microbatch. Its gradients are the mean, still scaled."""
-    microbatch, pointers = _make_microbatch(entry, memory.pointers)
+    microbatch, pointers = _make_microbatch(step.microbatches[0], memory.pointers)
     out = forward_backward(forward_backward.flat_buffers.leaves, microbatch, pointers)
     grads = Gradients.of_leaves(
         out.grads,
@@ -151,9 +142,7 @@ def _accumulate_one(
         owned=out.owned,
         param_list=forward_backward.flat_params.tensor_list,
     )
-    loss, totals_row, _, fraction = _losses_and_totals(
-        options, weights, forward_backward.context, [out.loss], []
-    )
+    loss, totals_row, _, fraction = _losses_and_totals(step, [out.loss], [])
     return WindowResult(
         grads,
         loss,
@@ -165,16 +154,14 @@ def _accumulate_one(
 
 
 def _accumulate_several(
-    options: TrainStepOptions,
-    weights: MicrobatchWeights,
+    step: PreparedStep,
     forward_backward: ForwardBackward,
-    microbatches: list[Any],
     memory: ArgumentMemory,
-    buffers_to_reduce: Leaves,
 ) -> WindowResult:
     """Return the mean over several microbatches, or over those of a group."""
-    mean = WindowMean(options, weights, forward_backward)
-    reduction, streams_gradients = start_reduction(mean, buffers_to_reduce), mean.streams_gradients
+    mean = WindowMean(step, forward_backward)
+    options, microbatches, weights = step.options, step.microbatches, step.weights
+    reduction, streams_gradients = start_reduction(mean), mean.streams_gradients
     buffers, last = forward_backward.flat_buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
@@ -206,7 +193,7 @@ def _accumulate_several(
         losses.append(out.loss)
         aux += tuple(out.aux)
         del out, microbatch  # so that the next ones reuse their memory
-    return _finish_window(mean, losses, buffers, aux, reduction, buffers_to_reduce)
+    return _finish_window(mean, losses, buffers, aux, reduction)
 
 
 # Functions in a window, each of which makes a microbatch when its turn comes. Other objects may be
@@ -238,21 +225,19 @@ def _finish_window(
     buffers: Leaves,
     aux: tuple[Any, ...],
     reduction: Reduction | None,
-    buffers_to_reduce: Leaves,
 ) -> WindowResult:
     """Return the mean, the loss and the totals. With a group the mean is sent, and the other two
     are over all ranks.
     """
     options = mean.options
-    context = mean.forward_backward.context
-    averaged = _losses_and_totals(options, mean.weights, context, losses, mean.overflows)
+    averaged = _losses_and_totals(mean.step, losses, mean.overflows)
     loss, totals_row, rank_divisor, fraction = averaged
     if reduction is not None:  # the gradients are sent already
         grads = Gradients.of_dense([], mean.pending, owned=True)
     else:
         grads = mean.result()
         if options.group is not None:
-            reduction = send_mean(mean, grads, buffers_to_reduce, rank_divisor)
+            reduction = send_mean(mean, grads, rank_divisor)
     return WindowResult(
         grads,
         loss,
@@ -266,16 +251,15 @@ def _finish_window(
 
 
 def _losses_and_totals(
-    options: TrainStepOptions,
-    weights: MicrobatchWeights,
-    context: CallContext,
+    step: PreparedStep,
     losses: list[Tensor],
     overflows: list[Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the loss of a window and its totals, over all ranks of a group, the divisor of this
     rank's mean there, and the part of a full window that counts.
     """
-    loss, weight = losses[0], weights.unnormalized
+    options, context = step.options, step.flat_state.inputs.context
+    loss, weight = losses[0], step.weights.unnormalized
     dtype, device = loss.dtype, loss.device
     totals_row, rank_divisor = None, None
     if weight is not None:
@@ -306,22 +290,19 @@ def _losses_and_totals(
 
 
 def accumulate_with_pooled_statistics(
-    options: TrainStepOptions,
-    flat_state: FlatState,
+    step: PreparedStep,
     scale: Tensor,
-    microbatches: list[Any],
-    weights: MicrobatchWeights,
     memory: ArgumentMemory,
 ) -> WindowResult:
     """Return `accumulate_microbatches`, with buffers in which batch norm is updated once, by the
     statistics of all microbatches that count.
     """
-    buffers = flat_state.buffers
+    buffers, options = step.flat_state.buffers, step.options
     any_buffer = buffers.tree is not None and len(buffers.leaves) > 0
     if any_buffer:
         check_flat_buffers(buffers.tree)
     if not (any_buffer and layers_of(buffers.tree)):
-        return accumulate_microbatches(options, flat_state, scale, microbatches, weights, memory)
+        return accumulate_microbatches(step, scale, memory)
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
@@ -342,15 +323,8 @@ def accumulate_with_pooled_statistics(
 
     # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
     buffers_and_stats = FlatTree.of((buffers.tree, init_bn_stats(buffers.tree)))
-    options_with_stats = options._replace(loss_fn=loss_and_stats)
     window = accumulate_microbatches(
-        options_with_stats,
-        flat_state._replace(buffers=buffers_and_stats),
-        scale,
-        microbatches,
-        weights,
-        memory,
-        buffers_to_reduce=buffers.leaves,
+        step, scale, memory, loss_fn=loss_and_stats, flat_buffers=buffers_and_stats
     )
     new_buffers, stats = buffers_and_stats.structure.unflatten(window.buffers)
     momentum_of: Mapping[str, float | Tensor] = momenta

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import HasScale, call_rule, may_update_on_host, update_on_host
 from .._step.decide import Decision
-from .._step.flat_state import FlatState
+from .._step.flat_state import FlatState, PreparedStep
 from .._step.memory import MayWrite
 from .._step.train_state import TrainState, TrainStepOptions
 from .._step.window_result import MeasuredWindow
@@ -26,8 +26,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 def advance_control(
-    options: TrainStepOptions,
-    flat_state: FlatState,
+    step: PreparedStep,
     measured: MeasuredWindow,
     decision: Decision,
     guard_state: Tree,
@@ -36,15 +35,16 @@ def advance_control(
     `FlatState.control`. `guard_state` is the guard's new state. It is kept if the step is
     applied, or if only the guard rejected it.
     """
+    flat_state, options = step.flat_state, step.options
     guard: Leaves = []
     if isinstance(decision.rejected, Tensor):
         names = "state.guard", "the state that the guard returned"
         old, new, _ = matching_leaves(flat_state.train_state.guard, guard_state, *names)
         guard = select_leaves(decision.skip & ~decision.rejected, old, new)
     scaler = _next_scaler(options, flat_state.train_state.scaler, measured, decision)
-    step = flat_state.train_state.step + (1 if decision.known_applied else ~decision.skip)
+    count = flat_state.train_state.step + (1 if decision.known_applied else ~decision.skip)
     generator = [] if isinstance(measured.rng, tuple) else [measured.rng]
-    return [*scaler, step, *generator, *guard]
+    return [*scaler, count, *generator, *guard]
 
 
 def assemble_state(

@@ -4,7 +4,6 @@ is a part of a full one. The mean is sent to the other ranks from the last backw
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -42,9 +41,9 @@ def _reduce_over_ranks(
     buffers the largest is taken, because they count.
 
     If only the mean is measured, no flag tells of an overflow: that of one rank is inf or NaN in
-    the sum, so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an
-    overflow on several ranks has the norm inf, as in one process. `window_result.all_reduce_totals`
-    has already reduced the flags of single microbatches and of weights.
+    the sum, so every rank measures the same, and a norm of NaN counts as inf.
+    `window_result.all_reduce_totals` has already reduced the flags of single microbatches and of
+    weights.
     """
     params, before, after = flat_state.params.leaves, flat_state.buffers.leaves, window.buffers
     for index, (old, new) in enumerate(zip(before, after, strict=True), len(params)):
@@ -100,9 +99,9 @@ def _largest_integers(before: Leaves, after: Leaves, group: Group | None) -> Lea
 # ---- on its way, from the last backward on -------------------------------------------------------
 
 
-def start_reduction(mean: WindowMean, buffers: Leaves) -> Reduction | None:
-    """Return the reduction to which `send_gradient` sends the mean, and `buffers` after it; None
-    without a group, in a trace, or if the last microbatch has to be measured first.
+def start_reduction(mean: WindowMean) -> Reduction | None:
+    """Return the reduction to which `send_gradient` sends the mean, and `reduce_window` the buffers
+    after it; None without a group, in a trace, or if the last microbatch has to be measured first.
     """
     group = mean.options.group
     if group is None or mean.options.measures_microbatches or not mean.off_graph:
@@ -111,7 +110,12 @@ def start_reduction(mean: WindowMean, buffers: Leaves) -> Reduction | None:
     weights = mean.weights.unnormalized
     weight = torch.where(is_weight(weights), weights, 0).sum()
     divisor = mean_divisor(weight, all_reduce(weight, "sum", group))
-    return reduction_of(mean.forward_backward.flat_params.leaves, buffers, divisor, group)
+    return reduction_of(
+        mean.forward_backward.flat_params.leaves,
+        mean.step.flat_state.buffers.leaves,
+        divisor,
+        group,
+    )
 
 
 def send_gradient(
@@ -124,23 +128,16 @@ def send_gradient(
     sums = mean.add_weighted(before, new.tensors, last)
     tensors = [torch.zeros_like(t) for t in new.tensors] if sums is None else sums
     index = mean.forward_backward.param_structure.leaf_indices[tensor_index]
-    reduction.put(index, new.as_leaves(tensors)[0], is_last_use=True, nan=_sent_for_nan(mean))
+    reduction.put(index, new.as_leaves(tensors)[0], is_last_use=True)
 
 
-def send_mean(mean: WindowMean, grads: Gradients, buffers: Leaves, divisor: Any) -> Reduction:
+def send_mean(mean: WindowMean, grads: Gradients, divisor: Any) -> Reduction:
     """Send the gradients of a mean that the last backward has not sent, as `send_gradient` does."""
     leaves, params = grads.leaves, mean.forward_backward.flat_params.leaves
-    reduction = reduction_of(params, buffers, divisor, mean.options.group)
+    reduction = reduction_of(
+        params, mean.step.flat_state.buffers.leaves, divisor, mean.options.group
+    )
     for index in reversed(range(len(params))):
         if index in reduction.bucket_of:
-            reduction.put(index, leaves[index], nan=_sent_for_nan(mean))
+            reduction.put(index, leaves[index])
     return reduction
-
-
-def _sent_for_nan(mean: WindowMean) -> float | None:
-    """Return the value that a NaN of a mean is sent as; None if no norm is measured, so that it is
-    sent as it is. It is inf for several microbatches, as with `StatsOptions(nan_norm_is_inf=True)`.
-    """
-    if mean.options.clip.norm_type is None and not mean.options.rule_traits.takes_amax:
-        return None
-    return math.inf if mean.weights.mean_is_a_sum else math.nan

@@ -11,12 +11,12 @@ from torch import Tensor
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import as_clip_settings
-from .._grads.measure import StatsOptions, measure
+from .._grads.measure import measure
 from .._loss_scale.rules import HasScale, Rule, check_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.agree import prepare_on_all_ranks
 from .._step.decide import call_guard, decide
-from .._step.flat_state import Prepared, prepare_state
+from .._step.flat_state import PreparedStep, prepare_state
 from .._step.forward_backward import LossFn
 from .._step.memory import decide_writes
 from .._step.microbatches import (
@@ -38,7 +38,7 @@ from .._step.train_state import (
 )
 from .._step.window_result import MeasuredWindow, window_flags
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import refuse_in_trace_or_capture
+from .._torch.tracing import refuse_in_capture, refuse_in_trace_or_capture
 from .._tree.hints import hint_keywords
 from .._tree.poison import poisons_donated
 from .._tree.pytree import StateT, TreeT
@@ -156,7 +156,7 @@ def train_step(
         ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
 
-    def check_and_prepare(group: Group | None) -> Prepared:
+    def check_and_prepare(resolved_group: Group | None) -> PreparedStep:
         options = TrainStepOptions(
             loss_fn=loss_fn,
             optimizer=as_flat_optimizer(optimizer),
@@ -165,7 +165,7 @@ def train_step(
             weight_fn=weight_fn,
             on_nonfinite=on_nonfinite,
             bn_update=bn_update,
-            group=group,
+            group=resolved_group,
             max_retries=max_retries,
             donate=donate,
             guard=guard,
@@ -176,43 +176,38 @@ def train_step(
         _check_arguments(state, microbatches, options)
         flat_state = prepare_state(state, options)
         weights = weigh_microbatches(options, microbatches, flat_state.train_state.scaler.scale)
-        return Prepared(flat_state, options, weights)
+        return PreparedStep(flat_state, options, microbatches, weights)
 
     if group is None:
         prepared = check_and_prepare(None)
     else:
         prepared = prepare_on_all_ranks(group, check_and_prepare, state)
-    return _run_stages(prepared, microbatches)
+    return _run_stages(prepared)
 
 
-def _run_stages(prepared: Prepared, microbatches: list[Any]) -> tuple[TrainState, StepInfo]:
+def _run_stages(step: PreparedStep) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
-    flat_state, options, weights = prepared
-    memory, may_write = decide_writes(options, flat_state, microbatches)
-    stats_options = StatsOptions(
-        options.clip.norm_type,
-        amax=options.rule_traits.takes_amax,
-        nan_norm_is_inf=weights.mean_is_a_sum,
-        all_readable=flat_state.inputs.all_readable,
-    )
+    flat_state, options = step.flat_state, step.options
+    memory, may_write = decide_writes(step)
+    stats_options = step.stats_options
     pooled = options.bn_update == "window"
     accumulate = accumulate_with_pooled_statistics if pooled else accumulate_microbatches
 
     def run_window(scaler: HasScale) -> MeasuredWindow:
-        window = accumulate(options, flat_state, scaler.scale, microbatches, weights, memory)
+        window = accumulate(step, scaler.scale, memory)
         window = reduce_window(window, flat_state)
         stats, grads = measure(window.grads, scaler.scale, stats_options)
         window = window._replace(grads=grads)
         return MeasuredWindow(window, stats, window_flags(window, stats.overflow), scaler)
 
-    measured = run_with_retries(options, flat_state, run_window)
+    measured = run_with_retries(step, run_window)
     window, stats = measured.window, measured.stats
     scale = measured.scaler.scale.clone()  # `assemble_state` may write into it
     guard_state = flat_state.train_state.guard
     guard_state, guard_rejects = call_guard(options.guard, guard_state, window, stats)
     decision = decide(stats, options.clip, window.grads, measured.flags, guard_rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    control = advance_control(options, flat_state, measured, decision, guard_state)
+    control = advance_control(step, measured, decision, guard_state)
     stepped = options.optimizer.run_step(
         flat_state.inputs,
         decision.grads,
@@ -250,11 +245,16 @@ def _check_arguments(state: Any, microbatches: Any, options: TrainStepOptions) -
             "microbatches is an empty list. Likely cause: a loader that ran out. Fix: end the loop."
         )
     max_retries = options.max_retries
-    if max_retries and any(isinstance(entry, FUNCTION_TYPES) for entry in microbatches):
-        raise ValueError(
-            f"max_retries={max_retries} runs a window again, and a function in it would make "
-            "another microbatch. Fix: `[make() for make in microbatches]`, or max_retries=0."
+    if any(isinstance(entry, FUNCTION_TYPES) for entry in microbatches):
+        refuse_in_capture(
+            "takes no functions that make microbatches: a replay would not call them.",
+            "`[make() for make in functions]`, as an argument of the captured function.",
         )
+        if max_retries:
+            raise ValueError(
+                f"max_retries={max_retries} runs a window again, and a function in it would make "
+                "another microbatch. Fix: `[make() for make in microbatches]`, or max_retries=0."
+            )
     if options.guard is not None or state.guard != ():
         check_guard_state(options.guard, state.guard)
     if not isinstance(state.rng, tuple):

@@ -14,7 +14,7 @@ from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_device_of_scale
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.decide import decide
-from .._step.memory import MayWrite, decide_writes_by_hand
+from .._step.memory import decide_writes_by_hand
 from .._torch.autocast import outside_autocast
 from .._tree import pytree
 from .._tree.gradients import Pending
@@ -91,9 +91,7 @@ def maybe_step(
     flat_optimizer = as_flat_optimizer(optimizer)
     inputs, gradients, _ = flat_optimizer.prepare_by_hand(params, grads, opt_state)
     skip = as_flag(found_inf, like=next(iter(inputs.params), None))
-    in_place = (
-        donate and decide_writes_by_hand(flat_optimizer, inputs, gradients, [skip]).params_and_state
-    )
+    in_place = donate and decide_writes_by_hand(flat_optimizer, inputs, gradients, [skip])[0]
     return flat_optimizer.run_step(inputs, gradients, skip, in_place=in_place)
 
 
@@ -173,12 +171,12 @@ def unscale_and_step(
     check_device_of_scale(scale, params, grads.source_leaves, "grads", grads.tensor_list)
     if clip.clip_value is not None and not grads.all_plain_dense:
         refuse_complex(params, grads.source_leaves, "grads")
-    may_write = MayWrite()
+    in_place = owned = False
     if donate:
         read_only = [*pytree.all_tensors(flat_scaler.leaves), *clip.tensor_bounds]
-        may_write = decide_writes_by_hand(flat_optimizer, inputs, grads, read_only)
+        in_place, owned = decide_writes_by_hand(flat_optimizer, inputs, grads, read_only)
     # A compiler fuses what follows; a write into gradients would only add work.
-    owned = may_write.grads and not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
+    owned &= not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(pending=Pending(divisor=scale), owned=owned)
     stats_options = StatsOptions(
         clip.norm_type,
@@ -190,6 +188,6 @@ def unscale_and_step(
     stats, grads = measure(grads, scale, stats_options)
     decision = decide(stats, clip, grads)
     stepped = flat_optimizer.run_step(
-        inputs, decision.grads, decision.skip_or_none, in_place=may_write.params_and_state
+        inputs, decision.grads, decision.skip_or_none, in_place=in_place
     )
     return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from .._grads.accumulate import AccumState, add_microbatch, init_accum
 from .._grads.measure import measure
+from .._step.flat_state import PreparedStep
 from .._step.forward_backward import ForwardBackward
-from .._step.train_state import TrainStepOptions
-from .._step.window_result import MicrobatchWeights
 from .._torch import donation
 from .._torch.dtypes import HALF, wide_dtype
 from .._torch.foreach import multiply_by_number_, weighted_sum
@@ -35,12 +34,11 @@ class WindowMean:
 
     def __init__(
         self,
-        options: TrainStepOptions,
-        weights: MicrobatchWeights,
+        step: PreparedStep,
         forward_backward: ForwardBackward,
     ) -> None:
-        self.options = options
-        self.weights, self.forward_backward = weights, forward_backward
+        self.step, self.options, self.weights = step, step.options, step.weights
+        self.forward_backward = forward_backward
         self.scale, self.off_graph = forward_backward.scale, forward_backward.off_graph
         self.pending = Pending(divisor=self.scale)
         self.sums: list[Any] | None = None  # before the first microbatch that counts

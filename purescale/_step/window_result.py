@@ -30,13 +30,6 @@ class MicrobatchWeights(NamedTuple):
     normalized: Sequence[float | Tensor]  # of the mean: with sum 1, or 0 if no weight counts
     has_weight: Sequence[bool | Tensor]  # the weight is valid and above 0
 
-    @property
-    def mean_is_a_sum(self) -> bool:
-        """True if the mean is a sum of several gradients, in which inf and -inf give NaN or inf,
-        depending on the order of the terms. A norm of NaN is then reported as inf.
-        """
-        return len(self.has_weight) > 1
-
 
 class WindowResult(NamedTuple):
     """The results of the microbatches of a step, on this rank or on all of a group."""

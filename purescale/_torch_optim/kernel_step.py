@@ -65,9 +65,9 @@ class KernelStep:
         param_slot_pairs = [(leaves[n], leaves[slot]) for n, slot in pairs]
         # All leaves are off graph, each fills a range of memory, slots in the order of their
         # parameter.
-        self.leaves_fit = are_writable and slots_follow_params(param_slot_pairs)
+        self.leaves_are_writable = are_writable and slots_follow_params(param_slot_pairs)
         # The indices of each parameter with each of its slots, if these do not fit.
-        self.pairs_to_lay_out = [] if self.leaves_fit else pairs
+        self.pairs_to_lay_out = [] if self.leaves_are_writable else pairs
 
     def _plan_launches(
         self, inputs: OptimizerInputs, slot_lists: SlotLists, groups: list[ParamGroup]
@@ -126,7 +126,7 @@ class KernelStep:
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step, the old ones if it is skipped."""
         leaves, structure = inputs.leaves_and_state_structure()
-        if not (self.leaves_fit and in_place):
+        if not (self.leaves_are_writable and in_place):
             leaves = writable_leaves(leaves, self.pairs_to_lay_out, in_place=in_place)
         step_settings = inputs.step_settings
         if not self._config.settings_are_constant:

@@ -1,6 +1,7 @@
 """Optimizers around others.
 
 wrapper               what they share: decode what is stored, step, encode
+pieces                a large step in pieces
 master_weights        float32 masters of half parameters
 stochastic_rounding   half parameters that are rounded by chance
 state_dtype           chosen slots kept narrow

@@ -22,8 +22,9 @@ from .._tree.hints import document_fields
 from .._tree.leaves import unsupported_reason
 from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import checked_whole
+from .._wrappers.pieces import Position, positions_of
 from .._wrappers.rounding import rounded_on_bits
-from .._wrappers.wrapper import Position, Wrapper, checked_state, on_shards, positions_of
+from .._wrappers.wrapper import Wrapper, checked_state, on_shards
 
 
 @outside_autocast()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from .._optim.optimizer import FlatOptimizer, Optimizer, as_flat_optimizer
 from .._optim.optimizer_inputs import OptimizerInputs
 from .._torch import dtensor, foreach
 from .._torch.dtypes import is_half, wide_dtype
-from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_differentiated
 from .._tree import pytree
 from .._tree.gradients import Gradients
@@ -20,15 +19,7 @@ from .._tree.leaves import describe
 from .._tree.matching import matching_leaves
 from .._tree.pytree import Leaves, Tree
 from .._tree.select import overwrite_tree, select_leaves
-
-# The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
-# depending on class and wrapper, so that a cache holds them, and 64 MiB with what an allocator
-# keeps. On an accelerator, where a launch takes the time of many elements, it is 32 times that
-# number and at most 1 GiB.
-PIECE_NUMEL = 2**18
-# The fields of a state that are cut with the parameters: by name in an OptState, else a tree like
-# these.
-BY_PARAM = ("counts", "rest", "iterate")
+from .._wrappers.pieces import Piece, grads_of_piece, inputs_of_pieces, plan_cuts
 
 
 class Wrapper(FlatOptimizer):
@@ -94,15 +85,17 @@ class Wrapper(FlatOptimizer):
         """
         self.check_state(inputs)
         pieces = [Piece(None, self.flat_optimizer.plan(self._decoded_stand_ins(inputs)))]
-        can_cut = self._inner_can_skip(inputs) and not inputs.context.traced
-        cuts = _cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
+        can_cut = self._inner_decides(inputs) and not inputs.context.traced
+        cuts = plan_cuts(inputs, cut_leaves=self.elementwise is True) if can_cut else []
         if len(cuts) > 1:
-            decoded = map(self._decoded_stand_ins, _inputs_of_pieces(inputs, cuts))
+            decoded = map(self._decoded_stand_ins, inputs_of_pieces(inputs, cuts))
             pieces = list(map(Piece, cuts, map(self.flat_optimizer.plan, decoded)))
         return pieces
 
-    def _inner_can_skip(self, inputs: OptimizerInputs) -> bool:
-        """Return True if the inner optimizer itself chooses between old and new, in place."""
+    def _inner_decides(self, inputs: OptimizerInputs) -> bool:
+        """Return True if the inner optimizer is given the flag of a skip; otherwise old or new is
+        selected after `encode`.
+        """
         is_compiled = inputs.context.traced and torch.compiler.is_compiling()
         return self.can_step_in_pieces and not (is_compiled or self.differentiable)
 
@@ -131,32 +124,47 @@ class Wrapper(FlatOptimizer):
         *,
         in_place: bool = False,
     ) -> tuple[list[Tensor], Tree]:
-        """Return parameters and state after the step, the old ones if it is skipped: piece by
-        piece, which bounds the memory for what is decoded.
-        """
+        """Return parameters and state after the step, the old ones if it is skipped."""
         pieces: list[Piece] = inputs.plan
         is_whole = skip is None and not in_place and len(pieces) == 1
-        if is_whole or not self._inner_can_skip(inputs):
+        if is_whole or not self._inner_decides(inputs):
             return super().step_or_skip(inputs, grads, skip, in_place=in_place)
-        old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         if inputs.context.traced:
-            unscaled = self.finish_grads(inputs, grads, skip)
-            new, chosen = self._step_piece(pieces[0], inputs, unscaled, skip)
-            before, after, structure = matching_leaves(old, new, "old", "new")
-            done = set(map(id, chosen))
-            leaves = [
-                b if id(b) in done else select_leaves(flag, [a], [b])[0]
-                for a, b in zip(before, after, strict=True)
-            ]
-            return structure.unflatten(leaves)
+            return self._step_in_trace(pieces[0], inputs, grads, skip)
+        return self._step_in_pieces(pieces, inputs, grads, skip, in_place=in_place)
+
+    def _step_in_trace(
+        self, piece: Piece, inputs: OptimizerInputs, grads: Gradients, skip: Tensor | None
+    ) -> tuple[list[Tensor], Tree]:
+        """Return the step as a whole. What the inner optimizer has not chosen is selected."""
+        old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
+        unscaled = self.unscale_and_clip(inputs, grads, skip)
+        new, chosen = self._step_piece(piece, inputs, unscaled, skip)
+        before, after, structure = matching_leaves(old, new, "old", "new")
+        done = set(map(id, chosen))
+        leaves = [
+            b if id(b) in done else select_leaves(flag, [a], [b])[0]
+            for a, b in zip(before, after, strict=True)
+        ]
+        return structure.unflatten(leaves)
+
+    def _step_in_pieces(
+        self,
+        pieces: list[Piece],
+        inputs: OptimizerInputs,
+        grads: Gradients,
+        skip: Tensor | None,
+        *,
+        in_place: bool,
+    ) -> tuple[list[Tensor], Tree]:
+        """Return the step, made piece by piece: that bounds the memory for what is decoded."""
+        old, flag = (inputs.params, inputs.opt_state), False if skip is None else skip
         with torch.no_grad():
             inputs = _off_graph(inputs, copy=self.runs_user_code or not in_place)
             cuts = [piece.cut for piece in pieces if piece.cut is not None]
-            inputs_of_pieces = _inputs_of_pieces(inputs, cuts) if cuts else [inputs]
-            for piece, own_inputs in zip(pieces, inputs_of_pieces, strict=True):
-                own_grads = (
-                    grads if piece.cut is None else _grads_of_piece(inputs, grads, piece.cut)
-                )
+            parts = inputs_of_pieces(inputs, cuts) if cuts else [inputs]
+            for piece, own_inputs in zip(pieces, parts, strict=True):
+                own_grads = grads if piece.cut is None else grads_of_piece(inputs, grads, piece.cut)
                 leaves = pytree.flatten((own_inputs.params, own_inputs.opt_state))[0]
                 unscaled = own_grads.apply_pending(wide=self.wide_grads)
                 stepped = self._step_piece(piece, own_inputs, unscaled, skip, in_place=True)[0]
@@ -193,115 +201,6 @@ class Wrapper(FlatOptimizer):
                 f"a derivative is taken through a step of {self!r}, which rounds to half precision "
                 "and has no derivative. Fix: the optimizer without wrappers, of float32 parameters."
             )
-
-
-class Position(NamedTuple):
-    """The position of a piece within its parameter."""
-
-    leaf_index: int  # the index among all leaves, counting None
-    start: int  # the number of elements of this rank's part before the piece
-    dtensor: Any  # the DTensor that this rank has a part of, or None
-
-
-def positions_of(inputs: OptimizerInputs) -> list[Position]:
-    """Return the position of each parameter's elements."""
-    if inputs.piece_positions is not None:
-        return cast(list[Position], inputs.piece_positions)
-    pairs = zip(inputs.param_structure.leaf_indices, inputs.global_params, strict=True)
-    return [Position(n, 0, leaf if dtensor.is_dtensor(leaf) else None) for n, leaf in pairs]
-
-
-Cut = dict[int, slice]  # by the index of a parameter: its elements in a piece
-
-
-class Piece(NamedTuple):
-    """A part of a step with a bounded number of elements."""
-
-    cut: Cut | None  # None for the whole step
-    plan: Any  # of the inner optimizer
-
-
-def _cuts(inputs: OptimizerInputs, *, cut_leaves: bool) -> list[Cut]:
-    """Return the elements of the parameters in each piece: whole parameters up to a number of
-    elements, or a part of a larger one.
-    """
-    params = inputs.params
-    launch_bound = any(map(foreach.is_on_accelerator, params))
-    size = 32 * PIECE_NUMEL if launch_bound else PIECE_NUMEL
-    cuts: list[Cut] = [{}]
-    if sum(map(Tensor.numel, params)) <= size:
-        return cuts
-    # A part of a tensor in another memory order would be a copy, and writes into it lost.
-    cut_leaves &= all([leaf.is_contiguous() for leaf in pytree.tensors(inputs.opt_state)])
-    room = size
-    for index, leaf in enumerate(params):
-        count = max(leaf.numel(), 1)
-        step = size if cut_leaves and leaf.is_contiguous() else count
-        for start in range(0, count, step):
-            stop = min(start + step, leaf.numel())
-            if stop - start > room and cuts[-1]:
-                cuts.append({})
-                room = size
-            cuts[-1][index] = slice(start, stop)
-            room -= stop - start
-    return cuts
-
-
-def _inputs_of_pieces(inputs: OptimizerInputs, cuts: list[Cut]) -> list[OptimizerInputs]:
-    """Return the inputs of each piece, which share the memory of `inputs`."""
-    positions, pieces = positions_of(inputs), []
-    for cut in cuts:
-        starts = [(positions[n], span.start) for n, span in cut.items()]
-        piece = OptimizerInputs(
-            inputs.context,
-            inputs.param_structure.take(cut),
-            TensorList([_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]),
-            _cut_state(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
-            piece_positions=[place._replace(start=place.start + start) for place, start in starts],
-            step_settings=inputs.step_settings,
-        )
-        pieces.append(piece)
-    return pieces
-
-
-def _grads_of_piece(inputs: OptimizerInputs, grads: Gradients, cut: Cut) -> Gradients:
-    """Return the gradients of a piece, which share the memory of `grads`."""
-    leaves = inputs.grads_of_params(grads)
-    parts = [_cut(leaves[n], inputs.params[n], span) for n, span in cut.items()]
-    return Gradients.of_leaves(parts, grads.pending, owned=grads.owned)
-
-
-def _cut(value: Any, param: Tensor, span: slice) -> Any:
-    """Return this part of a tensor that belongs to a parameter. A tensor of another shape, such as
-    a step count, belongs to the last part; the other parts get copies.
-    """
-    if not isinstance(value, Tensor) or span == slice(0, param.numel()):
-        return value
-    if value.shape == param.shape:
-        return value.reshape(-1)[span]
-    return value if span.stop == param.numel() else value.clone()
-
-
-def _cut_state(state: Tree, inputs: OptimizerInputs, cut: Cut, *, last: bool) -> Tree:
-    """Return what a piece has of an optimizer's state. Numbers of the whole state belong to the
-    last piece; the other pieces get copies.
-    """
-
-    def part(tree: Tree) -> dict[str, Any]:
-        values, names = inputs.param_structure.flatten_up_to(tree), inputs.param_structure.names
-        return {names[n]: _cut(values[n], inputs.params[n], span) for n, span in cut.items()}
-
-    fields = {}
-    for field, value in state._asdict().items():
-        if field == "inner":
-            fields[field] = _cut_state(value, inputs, cut, last=last)
-        elif field == "slots":
-            fields[field] = {key: part(tree) for key, tree in value.items()}
-        elif field in BY_PARAM and value != ():
-            fields[field] = part(value)
-        else:
-            fields[field] = value if last else pytree.clone(value)
-    return type(state)(**fields)
 
 
 def _off_graph(inputs: OptimizerInputs, *, copy: bool) -> OptimizerInputs:

@@ -26,7 +26,7 @@ import purescale as ps
 from purescale._distributed.collectives import describe_setting
 from purescale._distributed.process_group import object_device
 from purescale._grads import clip
-from purescale._step import train_state
+from purescale._step import options as options_of_step
 
 RULE = ps.DynamicScale(init_scale=4.0)
 
@@ -461,8 +461,8 @@ def test_of_what_is_no_setting_the_kind_is_told():
 def test_ranks_compare_each_setting_of_a_step_but_those_of_a_rank():
     """Two ranks that differ in one would take other steps, without a word."""
     own = {"loss_fn", "group", "donate", "rule_traits"}
-    none = dict.fromkeys(train_state.TrainStepOptions._fields)
-    options = train_state.TrainStepOptions(
+    none = dict.fromkeys(options_of_step.TrainStepOptions._fields)
+    options = options_of_step.TrainStepOptions(
         **none | {"clip": clip.as_clip_settings(None, None, 2.0)}
     )
     agreed_settings = options.agreed_settings.keys()

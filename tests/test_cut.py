@@ -11,7 +11,7 @@ from helpers import assert_close, clone, same_bits, started, tensors
 from test_foreach import Launched, WithoutDriver, fake_cuda
 
 import purescale as ps
-from purescale._grads import list_stats
+from purescale._grads import local_stats
 from purescale._jit.cut import compiled_in_stages
 from purescale._jit.jit import FlatFunction
 from purescale._jit.pure_graph import trace
@@ -26,7 +26,7 @@ adamw = functools.partial(ps.from_torch, torch.optim.AdamW)
 def many_leaves():
     """Few leaves count as many."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tracing, list_stats):
+        for module in (tracing, local_stats):
             patch.setattr(module, "MAX_INLINE_LEAVES", 0)
         yield
 

@@ -72,7 +72,7 @@ LIKE = {
 @given(grad_trees(like=LIKE))
 @examples(10)
 def test_gradients_like_a_tree_have_its_structure_shapes_and_dtypes(grads):
-    assert _tree.dotted_names(grads) == _tree.names(LIKE)
+    assert _tree.dotted_names(grads) == _tree.dotted_names(LIKE)
     for ours, theirs in zip(_tree.tensors(grads), _tree.tensors(LIKE), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 

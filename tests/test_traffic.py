@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
-from purescale._grads import list_stats
+from purescale._grads import local_stats
 from purescale._torch_optim.kernels import keyword_arguments
 from purescale.testing import assert_sync_free
 
@@ -165,7 +165,7 @@ def test_the_norm_in_rows_and_chunks_equals_float64(length, chunk, sizes, power)
     leaves = [torch.randn(size) * 10.0 ** (7 * index) for index, size in enumerate(sizes)]
     row = torch.cat(leaves).double()
     sizes_of_rows = {"_FEW": chunk, "_ROW": length, "_CHUNK": 2 * chunk, "_SMALL": chunk}
-    with mock.patch.multiple(list_stats, **sizes_of_rows):
+    with mock.patch.multiple(local_stats, **sizes_of_rows):
         for p in (2.0, power):
             norm = ps.clip_by_global_norm(leaves, float("inf"), p)[1]
             expected = torch.linalg.vector_norm(row, p).float()

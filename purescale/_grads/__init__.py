@@ -5,7 +5,7 @@ CPU one pass gives overflow and 2-norm, and another one the largest magnitude; e
 another norm, one pass gives overflow and largest magnitude, and another one the norm.
 
 Entry: `measure.measure`, whose specification is `measure.measure_exactly`, of which
-`list_stats.local_stats` is the part of one rank;
+`local_stats.local_stats` is the part of one rank;
 `clip.as_clip_settings` and `clip.clip_factor`; `accumulate.accumulate_grads`, a running mean for a
 loop by hand.
 Hands on: `measure.GradStats`; `clip.ClipSettings`, the bounds of a step; `accumulate.AccumState`.

@@ -193,7 +193,7 @@ def add_microbatch(
             pairs = zip(accum[1:], numbers, strict=True)
             fields = [torch.full(old.shape, n, dtype=old.dtype, device="cpu") for old, n in pairs]
             return AccumState(grads, *fields)
-    usable = is_weight(weight)
+    usable = is_valid_weight(weight)
     good = ~bad & usable & (weight > 0)
     bad = (bad & (weight > 0)) | ~usable
     microbatch = AccumState(
@@ -397,7 +397,7 @@ def check_on_nonfinite(on_nonfinite: Any) -> None:
         )
 
 
-def is_weight(weight: Tensor) -> Tensor:
+def is_valid_weight(weight: Tensor) -> Tensor:
     """Return True if a tensor is a valid weight. An invalid one cannot raise, because it is not
     read, so it makes its microbatch bad.
     """

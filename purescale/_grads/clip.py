@@ -151,7 +151,7 @@ def clip_by_global_norm(
     gradients = Gradients.of(flat)
     options = StatsOptions(norm_type, norm_group=group)
     norm = norm_as_tensor(measure(gradients, one, options)[0], device)
-    factor = clip_factor(norm, max_norm).to(gradients.factor_dtype)
+    factor = clip_factor(norm, max_norm).to(gradients.scalar_dtype)
     if donate:
         gradients = gradients.owned_unless_shared([max_norm])
     clipped = flat.structure.unflatten(gradients.multiplied(factor).leaves)

@@ -20,7 +20,7 @@ from .._distributed.process_group import (
     mesh_sizes,
     num_replicas,
 )
-from .._grads.list_stats import LocalStats, local_stats, norm_of_norms, norm_on_host
+from .._grads.local_stats import LocalStats, local_stats, norm_of_norms, norm_on_host
 from .._torch import dtensor, private
 from .._torch.dtypes import HALF, cast_saturating, widest_float
 from .._torch.tracing import host_can_decide

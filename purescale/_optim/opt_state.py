@@ -42,21 +42,6 @@ class OptState(NamedTuple):
     iteration: Any = ()
 
 
-# ---- settings in the state -----------------------------------------------------------------------
-
-
-def stored_settings(opt_state: OptState) -> dict[str, Any]:
-    """Return the settings that a state holds, the learning rate too."""
-    lr = {"lr": opt_state.lr} if isinstance(opt_state.lr, Tensor) else {}
-    return {**lr, **(opt_state.hyper or {})}
-
-
-def numbers_of(settings: Any) -> list[Any]:
-    """Return every number of the settings in the state, also those within tuples."""
-    values = settings.values() if settings else ()
-    return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
-
-
 # ---- the states of other optimizers --------------------------------------------------------------
 
 

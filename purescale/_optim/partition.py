@@ -132,7 +132,9 @@ class PartitionOptimizer(FlatOptimizer):
         return parts
 
     def inputs_of(self, key: str, part: Part, inputs: OptimizerInputs) -> OptimizerInputs:
-        """Return the inputs of one part, with DTensors flattened for its own optimizer."""
+        """Return the inputs of one part, with shards in place of DTensors if its optimizer takes
+        shards.
+        """
         param_structure, dense = part.param_structure, inputs.params_and_state
         opt_state = inputs.opt_state[key]
         params = inputs.param_list.take(part.param_indices)

@@ -8,8 +8,8 @@ selected.
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `unscale_and_step.unscale_and_step` or `unscale_and_step.maybe_step`.
 Hands on: the next `train_state.TrainState` and a `train_state.StepInfo`; between the stages
-`flat_state.FlatState`, `window_result.MicrobatchWeights`, `WindowResult` and `MeasuredWindow`,
+`prepare.PreparedStep`, `window_result.MicrobatchWeights`, `WindowResult` and `MeasuredWindow`,
 `memory.ArgumentMemory` and `MayWrite`, `decide.Decision`. Settings travel as
-`train_state.TrainStepOptions`.
+`options.TrainStepOptions`.
 May import: `_loss_scale`, `_grads`, `_batch_norm`, `_optim`, `_distributed`, `_tree`, `_torch`.
 """

@@ -16,7 +16,7 @@ from .._distributed.collectives import (
     meets_on_cpu,
 )
 from .._distributed.process_group import Group, as_group, mesh_sizes
-from .._step.flat_state import PreparedStep
+from .._step.prepare import PreparedStep
 from .._torch import dtensor
 from .._tree import pytree
 from .._tree.pytree import Tree

@@ -45,7 +45,7 @@ def call_guard(
         return state, None
     norm: Any = ()
     if stats.norm is not None:
-        norm = norm_as_tensor(stats, window.loss.device).to(window.grads.factor_dtype)
+        norm = norm_as_tensor(stats, window.loss.device).to(window.grads.scalar_dtype)
     returned = guard.update(state, window.loss, norm)
     pair = isinstance(returned, tuple) and len(returned) == 2
     bad = returned[1] if pair else None
@@ -81,14 +81,14 @@ def decide(
     factor: float | Tensor | None = None
     if known_applied:  # in the arithmetic of Python's floats
         if stats.norm is not None:
-            grad_norm = torch.full((), stats.norm, dtype=grads.factor_dtype, device=skip.device)
+            grad_norm = torch.full((), stats.norm, dtype=grads.scalar_dtype, device=skip.device)
             factor = clip_factor_of_number(stats.norm, clip.max_norm)
     else:
         for bound in clip.tensor_bounds:
             skip = skip | ~(to_device(bound, skip.device) > 0)
         norm = None if stats.norm is None else norm_as_tensor(stats, skip.device)
         if norm is not None:
-            grad_norm = _reported(norm, skip, grads.factor_dtype)
+            grad_norm = _reported(norm, skip, grads.scalar_dtype)
         if stats.amax is not None:
             grad_amax = _reported(stats.amax, skip, torch.float32)
         if guard_rejects is not None:

@@ -106,8 +106,8 @@ class ForwardBackward:
         """Return the result of one microbatch. Off the graph it shares no storage of these
         `pointers`; None if they are not known. If `on_grad(index, grad_cell)` is given, it takes
         each gradient out of its cell as the backward makes it, as in `stream_gradients`, and the
-        result has none. Unless they are to be `owned`, a custom backward or a hook may still hold
-        the gradients, so they must only be read.
+        result has none. Unless they are to be `owned`, which they can be off the graph, a custom
+        backward or a hook may still hold the gradients, so they must only be read.
         """
         if self.context.traced:
             return self._call_torch_func(buffers, microbatch)
@@ -122,10 +122,10 @@ class ForwardBackward:
         if on_grad is not None:
             stream_gradients(loss, loss_grad, param_leaves, on_grad, refuse_repeats=refuse_repeats)
         elif self.create_graph:
-            graph = torch.autograd.grad(
+            grads_on_graph = torch.autograd.grad(
                 loss, param_leaves, loss_grad, create_graph=True, allow_unused=True
             )
-            grads = materialize_grads(graph, param_leaves)
+            grads = materialize_grads(grads_on_graph, param_leaves)
         else:
             raw = compute_gradients(loss, loss_grad, param_leaves)
             del loss_grad  # a gradient may be a view of it

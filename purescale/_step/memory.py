@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._optim.optimizer import FlatOptimizer
 from .._optim.optimizer_inputs import OptimizerInputs
-from .._step.flat_state import PreparedStep
+from .._step.prepare import PreparedStep
 from .._torch import dtensor
 from .._torch.donation import (
     can_write_each,

@@ -1,6 +1,5 @@
 """The stages `weigh_microbatches` and `accumulate_microbatches`: the mean gradients over the
-microbatches of a window. With `bn_update="window"` the second is
-`accumulate_with_pooled_statistics`.
+microbatches of a window.
 """
 
 from __future__ import annotations
@@ -8,35 +7,23 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._batch_norm.bn_inputs import CaptureBatchNorm, layers_of, named_calls
-from .._batch_norm.bn_stats import (
-    add_batch,
-    check_flat_buffers,
-    init_bn_stats,
-    reduce_stats_and_momenta,
-    restore_running_stats,
-    update_running_stats,
-)
 from .._distributed.buckets import Reduction, mean_divisor
-from .._grads.accumulate import as_weight, is_weight
-from .._step.flat_state import PreparedStep
+from .._grads.accumulate import as_weight, is_valid_weight
 from .._step.forward_backward import (
     ForwardBackward,
     LossFn,
-    check_container,
     check_unwritten,
-    checked_returned,
 )
 from .._step.memory import ArgumentMemory
+from .._step.options import TrainStepOptions
+from .._step.prepare import PreparedStep
 from .._step.reduce import send_gradient, send_mean, start_reduction
-from .._step.train_state import TrainStepOptions
 from .._step.window_mean import WindowMean
 from .._step.window_result import (
     MicrobatchWeights,
@@ -53,7 +40,7 @@ from .._torch.tracing import is_on_a_graph, under_derivative
 from .._tree import pytree
 from .._tree.gradients import Gradients, Pending
 from .._tree.leaves import versions
-from .._tree.pytree import FlatTree, Leaves, Tree
+from .._tree.pytree import FlatTree, Leaves
 from .._tree.scalars import as_floats
 from .._tree.select import select_leaves
 
@@ -76,7 +63,7 @@ def weigh_microbatches(
     if floats is not None:
         total = sum(floats) or 1.0
         return MicrobatchWeights(weights, [n / total for n in floats], [n > 0 for n in floats])
-    has_weight = is_weight(weights) & (weights > 0)
+    has_weight = is_valid_weight(weights) & (weights > 0)
     return MicrobatchWeights(
         weights, normalize_weights(weights, has_weight).unbind(), has_weight.unbind()
     )
@@ -167,12 +154,12 @@ def _accumulate_several(
     aux: tuple[Any, ...] = ()
     pointers: Pointers | None = memory.pointers
     for index, entry in enumerate(microbatches):
-        updates_buffers = weights.has_weight[index]
+        counts = weights.has_weight[index]
         microbatch, pointers = _make_microbatch(entry, pointers)
         if reduction is not None and index == last:
             send = functools.partial(send_gradient, mean, reduction)
             out = forward_backward(buffers, microbatch, pointers, on_grad=send)
-        elif streams_gradients and updates_buffers:
+        elif streams_gradients and counts:
             add = functools.partial(mean.add_gradient, index)
             out = forward_backward(buffers, microbatch, pointers, on_grad=add, refuse_repeats=False)
         else:
@@ -184,11 +171,11 @@ def _accumulate_several(
                 out = checkpoint(forward_backward, *arguments, use_reentrant=False)
             else:
                 out = forward_backward(buffers, microbatch, pointers, owned=first)
-            updates_buffers = mean.add_microbatch_grads(index, out.grads)
+            counts = mean.add_microbatch_grads(index, out.grads)
         # If a microbatch is dropped, what it did to the buffers is too.
-        if isinstance(updates_buffers, Tensor):
-            buffers = select_leaves(~updates_buffers, buffers, out.buffers)
-        elif updates_buffers:
+        if isinstance(counts, Tensor):
+            buffers = select_leaves(~counts, buffers, out.buffers)
+        elif counts:
             buffers = out.buffers
         losses.append(out.loss)
         aux += tuple(out.aux)
@@ -233,7 +220,7 @@ def _finish_window(
     averaged = _losses_and_totals(mean.step, losses, mean.overflows)
     loss, totals_row, rank_divisor, fraction = averaged
     if reduction is not None:  # the gradients are sent already
-        grads = Gradients.of_dense([], mean.pending, owned=True)
+        grads = Gradients.of_dense([], mean.pending, owned=mean.off_graph)
     else:
         grads = mean.result()
         if options.group is not None:
@@ -284,51 +271,3 @@ def _losses_and_totals(
     if loss.dtype is not dtype:
         loss = loss.to(dtype)
     return loss, totals_row, rank_divisor, fraction
-
-
-# ---- batch norm over a window --------------------------------------------------------------------
-
-
-def accumulate_with_pooled_statistics(
-    step: PreparedStep,
-    scale: Tensor,
-    memory: ArgumentMemory,
-) -> WindowResult:
-    """Return `accumulate_microbatches`, with buffers in which batch norm is updated once, by the
-    statistics of all microbatches that count.
-    """
-    buffers, options = step.flat_state.buffers, step.options
-    any_buffer = buffers.tree is not None and len(buffers.leaves) > 0
-    if any_buffer:
-        check_flat_buffers(buffers.tree)
-    if not (any_buffer and layers_of(buffers.tree)):
-        return accumulate_microbatches(step, scale, memory)
-    momenta: dict[str, float] = {}
-
-    @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
-    def loss_and_stats(params: Tree, buffers_with_stats: Tree, microbatch: Any) -> Any:
-        buffers, stats = buffers_with_stats
-        with CaptureBatchNorm() as captured:
-            returned = options.loss_fn(params, buffers, microbatch)
-        loss, new_buffers, *aux = checked_returned(returned)
-        check_container(new_buffers, buffers)
-        calls = named_calls(captured, new_buffers)
-        for name, call in calls:
-            momenta.setdefault(name, call.momentum)
-        return (
-            loss,
-            (restore_running_stats(new_buffers, buffers, momenta), add_batch(stats, calls)),
-            *aux,
-        )
-
-    # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
-    buffers_and_stats = FlatTree.of((buffers.tree, init_bn_stats(buffers.tree)))
-    window = accumulate_microbatches(
-        step, scale, memory, loss_fn=loss_and_stats, flat_buffers=buffers_and_stats
-    )
-    new_buffers, stats = buffers_and_stats.structure.unflatten(window.buffers)
-    momentum_of: Mapping[str, float | Tensor] = momenta
-    if options.group is not None:
-        stats, momentum_of = reduce_stats_and_momenta(stats, momenta, options.group)
-    updated = update_running_stats(new_buffers, stats, momentum_of)
-    return window._replace(buffers=pytree.flatten(updated)[0])

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .._loss_scale.rules import HasScale, call_rule, may_update_on_host, update_on_host
 from .._step.decide import Decision
-from .._step.flat_state import FlatState, PreparedStep
 from .._step.memory import MayWrite
-from .._step.train_state import TrainState, TrainStepOptions
+from .._step.options import TrainStepOptions
+from .._step.prepare import FlatState, PreparedStep
+from .._step.train_state import TrainState
 from .._step.window_result import MeasuredWindow
 from .._torch import foreach
 from .._tree import pytree

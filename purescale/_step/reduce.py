@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .._distributed.buckets import Reduction, mean_divisor, reduction_of
 from .._distributed.process_group import Group, all_reduce
-from .._grads.accumulate import is_weight
-from .._step.flat_state import FlatState
+from .._grads.accumulate import is_valid_weight
+from .._step.prepare import FlatState
 from .._step.window_mean import WindowMean
 from .._step.window_result import WindowResult
 from .._torch import donation
@@ -108,7 +108,7 @@ def start_reduction(mean: WindowMean) -> Reduction | None:
         return None
     # The divisor depends on the weights only, so it is known before the gradients.
     weights = mean.weights.unnormalized
-    weight = torch.where(is_weight(weights), weights, 0).sum()
+    weight = torch.where(is_valid_weight(weights), weights, 0).sum()
     divisor = mean_divisor(weight, all_reduce(weight, "sum", group))
     return reduction_of(
         mean.forward_backward.flat_params.leaves,

@@ -9,7 +9,7 @@ import torch
 
 from .._grads.measure import is_usable
 from .._loss_scale.rules import HasScale, Rule, call_rule
-from .._step.flat_state import PreparedStep
+from .._step.prepare import PreparedStep
 from .._step.random_state import Generators, run_with_rng
 from .._step.train_state import TrainState
 from .._step.window_result import MeasuredWindow

@@ -16,26 +16,17 @@ from .._loss_scale.rules import HasScale, Rule, check_rule
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.agree import prepare_on_all_ranks
 from .._step.decide import call_guard, decide
-from .._step.flat_state import PreparedStep, prepare_state
 from .._step.forward_backward import LossFn
 from .._step.memory import decide_writes
-from .._step.microbatches import (
-    FUNCTION_TYPES,
-    accumulate_microbatches,
-    accumulate_with_pooled_statistics,
-    weigh_microbatches,
-)
+from .._step.microbatches import FUNCTION_TYPES, accumulate_microbatches, weigh_microbatches
 from .._step.next_state import advance_control, assemble_state
+from .._step.options import BNUpdate, TrainStepOptions, check_options
+from .._step.pooled_batch_norm import accumulate_with_pooled_statistics
+from .._step.prepare import PreparedStep, prepare_state
 from .._step.reduce import reduce_window
 from .._step.retry import run_with_retries
 from .._step.spike_guard import Guard, check_guard_state
-from .._step.train_state import (
-    BNUpdate,
-    StepInfo,
-    TrainState,
-    TrainStepOptions,
-    check_options,
-)
+from .._step.train_state import StepInfo, TrainState
 from .._step.window_result import MeasuredWindow, window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_capture, refuse_in_trace_or_capture

@@ -168,14 +168,16 @@ def unscale_and_step(
     inputs, grads, [flat_scaler] = flat_optimizer.prepare_by_hand(
         params, scaled_grads, opt_state, scaler
     )
-    check_device_of_scale(scale, params, grads.source_leaves, "grads", grads.tensor_list)
-    if clip.clip_value is not None and not grads.all_plain_dense:
+    leaves = grads.tensors if grads.source_leaves is None else grads.source_leaves
+    check_device_of_scale(scale, params, leaves, "grads", grads.tensor_list)
+    if clip.clip_value is not None and grads.source_leaves is not None:
         refuse_complex(params, grads.source_leaves, "grads")
     in_place = owned = False
     if donate:
         read_only = [*pytree.all_tensors(flat_scaler.leaves), *clip.tensor_bounds]
         in_place, owned = decide_writes_by_hand(flat_optimizer, inputs, grads, read_only)
-    # A compiler fuses what follows; a write into gradients would only add work.
+    # Not owned under a compiler, which fuses what follows: a write would only add work. Nor beside
+    # a user's code, which may raise: nothing is overwritten before it has returned.
     owned &= not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
     grads = grads._replace(pending=Pending(divisor=scale), owned=owned)
     stats_options = StatsOptions(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .._grads.accumulate import AccumState, add_microbatch, init_accum
 from .._grads.measure import measure
-from .._step.flat_state import PreparedStep
 from .._step.forward_backward import ForwardBackward
+from .._step.prepare import PreparedStep
 from .._torch import donation
 from .._torch.dtypes import HALF, wide_dtype
 from .._torch.foreach import multiply_by_number_, weighted_sum
@@ -123,6 +123,6 @@ class WindowMean:
             sums = Gradients.of_leaves(zeros).tensors
         leaves, param_list = source.flat_params.leaves, source.flat_params.tensor_list
         mean = Gradients.of_leaves(sums, pending, owned=self.off_graph, param_list=param_list)
-        all_plain_dense = param_list.dense_without_history or are_plain_dense(leaves)
+        are_plain = param_list.dense_without_history or are_plain_dense(leaves)
         # It takes the form of the parameters.
-        return mean._replace(source_leaves=leaves, all_plain_dense=all_plain_dense)
+        return mean._replace(source_leaves=None if are_plain else leaves)

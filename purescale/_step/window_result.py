@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .._distributed.buckets import Reduction
 from .._distributed.process_group import Group, all_reduce
-from .._grads.accumulate import is_weight
+from .._grads.accumulate import is_valid_weight
 from .._grads.measure import GradStats
 from .._loss_scale.rules import HasScale
-from .._step.train_state import TrainStepOptions
+from .._step.options import TrainStepOptions
 from .._torch.dtypes import widest_float
 from .._tree.gradients import Gradients
 from .._tree.pytree import Leaves
@@ -114,7 +114,7 @@ def compute_totals(weight: Tensor, loss: Tensor, overflows: list[Tensor]) -> tup
     """Return `Totals` as one tensor, and the mean losses of the good ones and of all that
     count.
     """
-    invalid = ~is_weight(weight)
+    invalid = ~is_valid_weight(weight)
     has_weight = ~invalid & (weight > 0)
     overflow = torch.stack(overflows) & has_weight if overflows else torch.zeros_like(has_weight)
     good, finite = has_weight & ~overflow, torch.isfinite(loss)

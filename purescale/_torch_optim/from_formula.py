@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import numbers_of
 from .._torch.tracing import innermost, recorded_by_make_fx, traced
 from .._torch_optim.formulas import SIZES, Formula, LeafSlots, NewLeaf, Settings
-from .._torch_optim.in_state import copied_number, map_numbers
+from .._torch_optim.in_state import copied_number, map_numbers, numbers_of
 from .._torch_optim.param_group_optimizer import KernelOrFormulaOptimizer, ParamGroupOptimizer
 from .._torch_optim.schedule import Schedule, ScheduleBy
 from .._torch_optim.settings import OptimizerConfig, OptimizerSpec, Overrides

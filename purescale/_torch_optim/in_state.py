@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, map_opt_states, numbers_of, stored_settings
+from .._optim.opt_state import OptState, map_opt_states
 from .._torch.transfer import to_device
 from .._tree.leaves import describe
 from .._tree.pytree import join_names
@@ -19,10 +19,22 @@ S = TypeVar("S")
 Keys = tuple[str, ...]  # of the parts around a state of from_torch, from the outermost
 
 
+def stored_settings(opt_state: OptState) -> dict[str, Any]:
+    """Return the settings that a state holds, the learning rate too."""
+    lr = {"lr": opt_state.lr} if isinstance(opt_state.lr, Tensor) else {}
+    return {**lr, **(opt_state.hyper or {})}
+
+
 def with_stored(opt_state: OptState, stored: Mapping[str, Any]) -> OptState:
     """Return the state with these settings, the inverse of `stored_settings`."""
     hyper = {name: value for name, value in stored.items() if name != "lr"}
     return opt_state._replace(lr=stored.get("lr", ()), hyper=hyper or ())
+
+
+def numbers_of(settings: Any) -> list[Any]:
+    """Return every number of the settings in the state, also those within tuples."""
+    values = settings.values() if settings else ()
+    return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
 
 
 def map_numbers(change: Callable[[Any], Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _operator_arguments(
     lr_number, lr_tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
     float_args = [lr_number, *keyword_arguments(settings, kernel.setting_names).values()]
     pending = [
-        torch.full((), number, dtype=grads.factor_dtype, device=targets[0].device)
+        torch.full((), number, dtype=grads.scalar_dtype, device=targets[0].device)
         if isinstance(number, float)
         else number
         for number in grads.pending

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, numbers_of, with_step_counted
+from .._optim.opt_state import OptState, with_step_counted
 from .._optim.optimizer_inputs import OptimizerInputs
 from .._torch import foreach, memory_order
 from .._torch.memory_order import same_memory_order
 from .._torch.tracing import host_can_read
 from .._torch.transfer import to_device
+from .._torch_optim.in_state import numbers_of
 from .._torch_optim.kernels import Kernel, KernelCall
 from .._torch_optim.param_groups import ParamGroup
 from .._torch_optim.settings import OptimizerConfig, StepSettings
@@ -24,8 +25,8 @@ from .._tree.gradients import Gradients
 
 
 class LaunchPlan(NamedTuple):
-    """The parameters of one group, device and dtype that have a gradient: one call of a kernel.
-    Parameters, slots and counts are known by their index among all leaves of the inputs.
+    """The plan of one `KernelCall`: the parameters of one group, device and dtype that have a
+    gradient. Parameters, slots and counts are known by their index among all leaves of the inputs.
     """
 
     group: ParamGroup

@@ -26,7 +26,7 @@ from .._torch_optim import formulas
 from .._torch_optim.formulas import Settings
 from .._torch_optim.in_state import copied_number, read_numbers
 from .._torch_optim.settings import OptimizerConfig
-from .._tree.gradients import Gradients, Pending
+from .._tree.gradients import Gradients
 
 # Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
 DEVICES_THAT_SKIP = {"cuda", "xpu"}
@@ -79,7 +79,7 @@ class FusedKernel:
         divisor, factor = grads.pending.divisor, grads.pending.clip_factor
         if factor is None:
             return grads
-        pending, dtype = grads.pending._replace(clip_factor=None), grads.factor_dtype
+        pending, dtype = grads.pending._replace(clip_factor=None), grads.scalar_dtype
         # Unless all gradients are float64, the divisor must fit into float32.
         only_double = grads.tensor_list.dtypes == {torch.float64}
         largest = torch.finfo(torch.float64 if only_double else torch.float32).max
@@ -256,7 +256,7 @@ def _grads_are_ready(call: KernelCall) -> bool:
     """
     params, grads, dtype = call.params, call.grads, call.params[0].dtype
     divisor = grads.pending.divisor
-    if grads.pending != Pending(divisor):
+    if grads.pending.clip_value is not None:  # the clip factor is folded into the divisor
         return False
     can_divide = grads.owned and dtype.itemsize >= 4
     if divisor is not None and not (can_divide and divisor.dtype is torch.float32):

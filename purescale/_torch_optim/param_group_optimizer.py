@@ -93,7 +93,7 @@ class ParamGroupOptimizer(FlatOptimizer):
                 "cause: stacked states outside of torch.vmap. Fix: "
                 "`torch.vmap(optimizer.step)(params, grads, opt_state)`."
             )
-        self.config.check(opt_state)
+        self.config.check_state(opt_state)
         names = tuple(inputs.param_structure.names)
         if inputs.piece_positions is None:  # a piece need not have a parameter of each override
             check_override_patterns(self.config, names)
@@ -220,7 +220,7 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         """
         groups = self._checked_groups(inputs)
         params = dict(zip(inputs.param_structure.names, inputs.params, strict=True))
-        self.slot_spec.check(slot_lists_of(inputs.opt_state, inputs.param_structure), params)
+        self.slot_spec.check_slots(slot_lists_of(inputs.opt_state, inputs.param_structure), params)
         if self.config.needs_counts and not has_counts(inputs.opt_state):
             _check_counts(self.config, inputs.param_structure)
         if self.kernel is None or not self.kernel.supports_tensors(

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, stored_settings
+from .._optim.opt_state import OptState
 from .._torch.tracing import traced
 from .._torch.transfer import to_device
 from .._torch_optim.in_state import (
@@ -24,6 +24,7 @@ from .._torch_optim.in_state import (
     copied_number,
     is_float_scalar,
     map_numbers,
+    stored_settings,
 )
 from .._torch_optim.schedule import (
     ScheduleBy,
@@ -240,7 +241,7 @@ class OptimizerConfig:
         """Return the settings that a new state holds."""
         return map_numbers(lambda number: as_float32(number, device), self.first_stored)
 
-    def check(self, opt_state: OptState) -> None:
+    def check_state(self, opt_state: OptState) -> None:
         """Refuse a state whose settings do not match `in_state`, or without the count."""
         iteration, by_iteration = opt_state.iteration, self.schedule_by == "iteration"
         if not (_is_count(iteration) if by_iteration else isinstance(iteration, tuple)):

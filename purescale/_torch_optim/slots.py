@@ -4,7 +4,7 @@ what they must be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ class SlotSpec:
 
     # ---- the check
 
-    def check(self, slot_lists: SlotLists, params: Mapping[str, Tensor]) -> None:
+    def check_slots(self, slot_lists: SlotLists, params: Mapping[str, Tensor]) -> None:
         """Refuse slot lists that differ from those of `init_slots`, because torch's kernels do not
         check what they read.
         """
@@ -181,3 +181,50 @@ class SlotSpec:
                             "cause: the state of another class or of other settings. Fix: "
                             "`opt_state = optimizer.init(params)`."
                         )
+
+
+# ---- Python numbers as tensors -------------------------------------------------------------------
+
+_NUMBER_DTYPES = (torch.int64, torch.bool)
+
+
+def with_tensor_scalars(leaf_slots: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+    """Return the slots of a parameter with a 0-d tensor on the CPU for each Python number."""
+    tensors = {
+        # What was a float stays a tensor, with which one calculates as with a number.
+        key: torch.tensor(
+            value, dtype=torch.float64 if type(value) is float else None, device="cpu"
+        )
+        if isinstance(value, (bool, int, float))
+        else value
+        for key, value in leaf_slots.items()
+    }
+    for key, value in leaf_slots.items():
+        if not isinstance(tensors[key], Tensor) or was_python_scalar(value):
+            raise TypeError(
+                f"the optimizer's state has {key} of {name} = {describe(value)}; expected a tensor "
+                "or a number. A 0-d tensor of int64 or bool on the CPU stands for a Python number. "
+                "Fix: a number for it, or `torch.tensor(0, dtype=torch.int32)`; for other objects "
+                "an optimizer of your own with `init` and `step`."
+            )
+    return tensors
+
+
+def with_python_scalars(
+    leaf_slots: Mapping[str, Any], param: Tensor, dtypes: Sequence[torch.dtype] = _NUMBER_DTYPES
+) -> dict[str, Any]:
+    """Return the slots of a parameter with the Python numbers of which `with_tensor_scalars` made
+    tensors of these dtypes. The moments of a 0-d parameter stay.
+    """
+    return {
+        key: value.item()
+        if was_python_scalar(value, dtypes) and not (param.ndim == 0 and value.dtype is param.dtype)
+        else value
+        for key, value in leaf_slots.items()
+    }
+
+
+def was_python_scalar(value: Any, dtypes: Sequence[torch.dtype] = _NUMBER_DTYPES) -> bool:
+    """Return True for a 0-d tensor of these dtypes on the CPU, which stands for a Python number."""
+    is_scalar = isinstance(value, Tensor) and value.ndim == 0 and value.is_cpu
+    return is_scalar and value.dtype in dtypes

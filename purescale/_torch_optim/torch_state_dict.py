@@ -10,18 +10,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, stored_settings
+from .._optim.opt_state import OptState
 from .._torch_optim.formulas import LeafSlots
-from .._torch_optim.in_state import as_float32, map_numbers, read_numbers, with_stored
+from .._torch_optim.in_state import (
+    as_float32,
+    map_numbers,
+    read_numbers,
+    stored_settings,
+    with_stored,
+)
 from .._torch_optim.param_groups import ParamGroup, build_param_groups
 from .._torch_optim.settings import (
     IMPLEMENTATION_FLAGS,
     ConfiguredSettings,
     OptimizerConfig,
 )
-from .._torch_optim.slots import COUNT, param_names
+from .._torch_optim.slots import COUNT, param_names, was_python_scalar, with_tensor_scalars
 from .._tree import pytree
-from .._tree.leaves import describe
 from .._tree.scalars import checked_whole, short_repr
 
 NAME_THEM = (
@@ -89,7 +94,7 @@ def _current_groups(
     rate that was given as a tensor. `initial_lr` is that of the first group; None takes it from the
     schedule.
     """
-    config.check(opt_state)
+    config.check_state(opt_state)
     zero = torch.zeros_like(opt_state.applied)
     first = config.evaluate_settings(opt_state._replace(applied=zero, iteration=zero))
     now, stored = config.evaluate_settings(opt_state), stored_settings(opt_state)
@@ -132,7 +137,9 @@ def _save_entry(entry: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return copies of the slots of a parameter."""
     # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
     return {
-        key: value.item() if was_python(value) else (value.cpu() if key == COUNT else value).clone()
+        key: value.item()
+        if was_python_scalar(value)
+        else (value.cpu() if key == COUNT else value).clone()
         for key, value in entry.items()
     }
 
@@ -201,7 +208,7 @@ def read_state_dict(
     for name, param in saved_params.items():
         saved = states.get(param.key, {})
         if config.spec.formula is None:
-            slots[name] = pytree.clone(as_tensors(saved, name))
+            slots[name] = pytree.clone(with_tensor_scalars(saved, name))
             continue
         if has_step_slot:
             zero = torch.zeros((), dtype=torch.float32, device=fresh.applied.device)
@@ -434,50 +441,3 @@ def _whole_count(name: str, count: Any) -> int | None:
     if isinstance(count, Tensor) and count.ndim == 0:
         count = count.item()
     return None if count is None else checked_whole(name, count, least=0)
-
-
-# ---- slots that are Python numbers ---------------------------------------------------------------
-
-_NUMBER_DTYPES = (torch.int64, torch.bool)
-
-
-def as_tensors(leaf_slots: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    """Return the slots of a parameter with a 0-d tensor on the CPU for each Python number."""
-    tensors = {
-        # What was a float stays a tensor, with which one calculates as with a number.
-        key: torch.tensor(
-            value, dtype=torch.float64 if type(value) is float else None, device="cpu"
-        )
-        if isinstance(value, (bool, int, float))
-        else value
-        for key, value in leaf_slots.items()
-    }
-    for key, value in leaf_slots.items():
-        if not isinstance(tensors[key], Tensor) or was_python(value):
-            raise TypeError(
-                f"the optimizer's state has {key} of {name} = {describe(value)}; expected a tensor "
-                "or a number. A 0-d tensor of int64 or bool on the CPU stands for a Python number. "
-                "Fix: a number for it, or `torch.tensor(0, dtype=torch.int32)`; for other objects "
-                "an optimizer of your own with `init` and `step`."
-            )
-    return tensors
-
-
-def with_python_scalars(
-    leaf_slots: Mapping[str, Any], param: Tensor, dtypes: Sequence[torch.dtype] = _NUMBER_DTYPES
-) -> dict[str, Any]:
-    """Return the slots of a parameter with the Python numbers that `as_tensors` made tensors of
-    these dtypes. The moments of a 0-d parameter stay.
-    """
-    return {
-        key: value.item()
-        if was_python(value, dtypes) and not (param.ndim == 0 and value.dtype is param.dtype)
-        else value
-        for key, value in leaf_slots.items()
-    }
-
-
-def was_python(value: Any, dtypes: Sequence[torch.dtype] = _NUMBER_DTYPES) -> bool:
-    """Return True for a 0-d tensor of these dtypes on the CPU, which stands for a Python number."""
-    is_scalar = isinstance(value, Tensor) and value.ndim == 0 and value.is_cpu
-    return is_scalar and value.dtype in dtypes

@@ -12,16 +12,15 @@ from .._optim.opt_state import OptState, with_step_counted
 from .._optim.optimizer_inputs import OptimizerInputs
 from .._optim.param_structure import foreign_parameters_error
 from .._torch.dtypes import is_half, wide_dtype
+from .._torch_optim.formulas import LeafSlots
 from .._torch_optim.in_state import read_numbers
 from .._torch_optim.param_group_optimizer import ParamGroupOptimizer
 from .._torch_optim.param_groups import ParamGroup
 from .._torch_optim.settings import StepSettings
-from .._torch_optim.torch_state_dict import as_tensors, with_python_scalars
+from .._torch_optim.slots import with_python_scalars, with_tensor_scalars
 from .._tree import pytree
 from .._tree.aliasing import copy_aliased
 from .._tree.gradients import Gradients
-
-Slots = dict[str, dict[str, Tensor]]  # by parameter
 
 
 class UserClassOptimizer(ParamGroupOptimizer):
@@ -86,10 +85,10 @@ class UserClassOptimizer(ParamGroupOptimizer):
         self,
         params: dict[str, Tensor],
         gradients: dict[str, Tensor],
-        slots: Slots,
+        slots: dict[str, LeafSlots],
         groups: list[ParamGroup],
         step_settings: StepSettings,
-    ) -> Slots:
+    ) -> dict[str, LeafSlots]:
         """Run the class's `step` on a copy of an optimizer that holds these tensors."""
         config = self.config
         optimizer: Any = object.__new__(config.spec.cls)
@@ -110,7 +109,7 @@ class UserClassOptimizer(ParamGroupOptimizer):
             for name in gradients:
                 params[name].grad = None
         states = {name: optimizer.state[params[name]] for name in gradients}
-        return slots | {name: as_tensors(state, name) for name, state in states.items()}
+        return slots | {name: with_tensor_scalars(state, name) for name, state in states.items()}
 
 
 def _copied_attribute(value: Any) -> Any:

@@ -9,10 +9,9 @@ makes leaves dense, real and local; `select.select`, old or new; `stacking.stack
 `fingerprint.fingerprint`; `cache.TreeCache`, in which a plan is found by the trees of a call.
 Hands on: `pytree.FlatTree`, the leaves of a tree and its structure; `gradients.Gradients`, dense,
 real tensors with `as_leaves`, which turns results back into leaves.
-What is known of leaves; the second implies the first:
-all_plain_dense         of gradients: dense, real tensors of torch's own types, as `are_plain_dense`
-dense_without_history   of a list: also without a `grad_fn`, made outside of inference mode
-owned                   of gradients: nobody else can see their memory
+What is known of a list: `dense_without_history`, that all are dense, real tensors of torch's own
+types, without a `grad_fn`, made outside of inference mode. Of gradients: `owned`, that nobody else
+can see their memory.
 It is the lowest room that knows trees, so it has what all need besides trees: `scalars`,
 checks of numbers; `hints`, for mistaken names; `poison`, for donated arguments.
 May import: `_torch`. Only `pytree.py` and `_torch/private.py` call optree.

@@ -40,8 +40,9 @@ class Gradients(NamedTuple):
     """
 
     tensor_list: TensorList  # of the tensors
-    source_leaves: Sequence[Any]  # leaves whose form results get, with None; no Partial placement
-    all_plain_dense: bool  # these leaves are dense and real: a result has the form of its leaf
+    # The leaves whose form results get, with None and without a Partial placement. None if all are
+    # dense and real, so that a result has the form of its leaf.
+    source_leaves: Sequence[Any] | None = None
     pending: Pending = NOTHING_PENDING
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
 
@@ -50,13 +51,13 @@ class Gradients(NamedTuple):
         cls, tensors: list[Tensor], pending: Pending = NOTHING_PENDING, *, owned: bool = False
     ) -> Gradients:
         """Return gradients of dense, real, strided tensors, which are not checked."""
-        return cls(TensorList(tensors), tensors, True, pending, owned)
+        return cls(TensorList(tensors), None, pending, owned)
 
     @classmethod
     def of(cls, flat_grads: FlatTree) -> Gradients:
         """Return checked leaves as gradients. A partial DTensor is reduced."""
         if flat_grads.tensor_list.dense_without_history:
-            return cls(flat_grads.tensor_list, flat_grads.leaves, True)
+            return cls(flat_grads.tensor_list)
         return cls.of_leaves(flat_grads.leaves)
 
     @classmethod
@@ -72,14 +73,14 @@ class Gradients(NamedTuple):
         known of `param_list`, of which these are the gradients, is known of them if they are alike.
         """
         if param_list is not None and param_list.matches(leaves):
-            return cls(TensorList(list(leaves), param_list.metadata), leaves, True, pending, owned)
+            return cls(TensorList(list(leaves), param_list.metadata), None, pending, owned)
         if are_plain_dense(leaves):
             return cls.of_dense(list(leaves), pending, owned=owned)
         source_leaves = [dtensor.reduce_partial(leaf) for leaf in leaves]
         tensors = [
             as_dense_real(dtensor.local_shard(leaf)) for leaf in source_leaves if leaf is not None
         ]
-        return cls(TensorList(tensors), source_leaves, False, pending, owned)
+        return cls(TensorList(tensors), source_leaves, pending, owned)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -93,23 +94,25 @@ class Gradients(NamedTuple):
     @property
     def present_sources(self) -> list[Any]:
         """The leaf that each tensor stands for."""
+        if self.source_leaves is None:
+            return self.tensors
         return [source for source in self.source_leaves if source is not None]
 
     @property
     def are_sharded(self) -> bool:
         """True if one of them is the shard of a DTensor."""
-        return not self.all_plain_dense and dtensor.any_dtensor(self.source_leaves)
+        return self.source_leaves is not None and dtensor.any_dtensor(self.source_leaves)
 
     @property
-    def factor_dtype(self) -> torch.dtype:
-        """The dtype in which a factor is multiplied, and a norm is reported: float64 if a gradient
+    def scalar_dtype(self) -> torch.dtype:
+        """The dtype of a factor of them, and of a norm that is reported: float64 if a gradient
         has it, else float32. A float64 factor would take float32 gradients through a slower kernel.
         """
         return torch.float64 if torch.float64 in self.tensor_list.dtypes else torch.float32
 
     def as_leaves(self, results: Sequence[Tensor]) -> list[Any]:
         """Return the results in the form of their leaves: complex, a DTensor, or None for None."""
-        if self.all_plain_dense:
+        if self.source_leaves is None:
             return list(results)
         remaining = iter(results)
         return [
@@ -121,11 +124,9 @@ class Gradients(NamedTuple):
         """Return the gradients with these indices among the tensors, in rising order. None stands
         for a leaf that is None.
         """
-        if self.all_plain_dense:
-            tensor_list = self.tensor_list.take(indices)  # type: ignore[arg-type]
-            if tensor_list is self.tensor_list:
-                return self
-            return self._replace(tensor_list=tensor_list, source_leaves=tensor_list.tensors)
+        if self.source_leaves is None:
+            taken = self.tensor_list.take(indices)  # type: ignore[arg-type]
+            return self if taken is self.tensor_list else self._replace(tensor_list=taken)
         sources = self.present_sources
         return self._replace(
             tensor_list=self.tensor_list.take([n for n in indices if n is not None]),
@@ -165,8 +166,8 @@ class Gradients(NamedTuple):
     def multiplied(self, factor: float | Tensor) -> Gradients:
         """Return them multiplied by a number, or a 0-d tensor."""
         if isinstance(factor, float):
-            factor = torch.full((), factor, dtype=self.factor_dtype, device="cpu")
-        factor = factor.to(self.factor_dtype)
+            factor = torch.full((), factor, dtype=self.scalar_dtype, device="cpu")
+        factor = factor.to(self.scalar_dtype)
         return self._with_results(foreach.multiply(self.tensors, factor, in_place=self.owned))
 
     def clamped(self, bound: float | Tensor) -> Gradients:

@@ -69,7 +69,7 @@ def stochastic_round(
             "Fix: `stochastic_round(tree, torch.bfloat16, seed=0)`."
         )
     leaves, structure = pytree.flatten(tree)
-    dice = Dice.of(_seed(seed), _count(step), len(leaves))
+    dice = Dice.of(_checked_seed(seed), _as_count(step), len(leaves))
     results = []
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -85,11 +85,11 @@ def stochastic_round(
     return structure.unflatten(results)
 
 
-def _seed(seed: Any) -> int:
+def _checked_seed(seed: Any) -> int:
     return checked_whole("seed", seed, least=-(2**63), most=2**63 - 1)
 
 
-def _count(step: Any) -> Tensor:
+def _as_count(step: Any) -> Tensor:
     is_tensor = isinstance(step, Tensor)
     if is_tensor and not (step.ndim or step.is_floating_point() or step.is_complex()):
         return cast(Tensor, step.to(torch.int64))
@@ -260,7 +260,7 @@ def with_stochastic_rounding(optimizer: Optimizer, seed: int = 0) -> RoundingOpt
 
     Source of the rule: arXiv 2502.20566.
     """
-    return RoundingOptimizer(optimizer, _seed(seed))
+    return RoundingOptimizer(optimizer, _checked_seed(seed))
 
 
 class RoundingOptimizer(Wrapper):

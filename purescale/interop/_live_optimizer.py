@@ -19,7 +19,8 @@ from .._torch_optim.in_state import read_numbers
 from .._torch_optim.param_group_optimizer import ParamGroupOptimizer
 from .._torch_optim.schedule import ScheduleBy
 from .._torch_optim.settings import IMPLEMENTATION_FLAGS, OptimizerConfig
-from .._torch_optim.torch_state_dict import common_value, with_python_scalars, write_state_dict
+from .._torch_optim.slots import with_python_scalars
+from .._torch_optim.torch_state_dict import common_value, write_state_dict
 from .._tree.pytree import Tree
 from .._wrappers.schedule_free import ScheduleFreeState
 from .._wrappers.wrapper import Wrapper

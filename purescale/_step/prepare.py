@@ -10,7 +10,8 @@ from .._grads.clip import refuse_complex
 from .._grads.measure import StatsOptions
 from .._loss_scale.scaling import check_device_of_scale
 from .._optim.optimizer_inputs import OptimizerInputs, make_optimizer_inputs
-from .._step.train_state import TrainState, TrainStepOptions
+from .._step.options import TrainStepOptions
+from .._step.train_state import TrainState
 from .._step.window_result import MicrobatchWeights
 from .._torch.tracing import current_context
 from .._tree.matching import check_parameters

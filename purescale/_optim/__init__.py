@@ -7,13 +7,13 @@ this order: `plan(inputs)`, whose result is found again if arguments are alike (
 step returns the old state. Elsewhere, and if a derivative may go through the step, `step_or_skip`
 calls `compute_step` and selects old or new by a mask, unless a subclass can skip a step itself.
 
-optimizer       Optimizer, the protocol of trees, `init` and `step`; FlatOptimizer, that of lists:
-                its step is found by structure and metadata, or planned, and run
-param_structure the place of each parameter in its tree
-optimizer_inputs     parameters as a list, and the state, of a step
-opt_state       the state of a class of torch.optim, and where it is in the states of others
-transformation  (init, update) pairs, as those of optax, as optimizers and back
-partition       several optimizers, one for each kind of parameter
+optimizer         Optimizer, the protocol of trees, `init` and `step`; FlatOptimizer, that of lists:
+                  its step is found by structure and metadata, or planned, and run
+optimizer_inputs  parameters as a list, and the state, of a step
+param_structure   the place of each parameter in its tree
+opt_state         the state of a class of torch.optim, and where it is in the states of others
+transformation    (init, update) pairs, as those of optax, as optimizers and back
+partition         several optimizers, one for each kind of parameter
 
 The classes of torch.optim are in `_torch_optim`, optimizers around another one in `_wrappers`.
 Entry: `as_flat_optimizer`. Takes `Gradients`, which may still be scaled; hands on new parameters

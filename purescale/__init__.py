@@ -145,7 +145,7 @@ from ._loss_scale.rules import (
     ScalerState as ScalerState,
 )
 from ._loss_scale.scaling import scale_loss as scale_loss, unscale_and_check as unscale_and_check
-from ._loss_scale.scaling import check_scaler as check_scaler
+from ._loss_scale.check_scaler import check_scaler as check_scaler
 from ._loss_scale.headroom import HeadroomScale as HeadroomScale, grad_amax as grad_amax
 
 from ._reports.probe import probe_scales as probe_scales, ScaleProbe as ScaleProbe

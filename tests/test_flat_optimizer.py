@@ -149,7 +149,7 @@ class ByNormOfAll(FlatOptimizer):
 
     def compute_step(self, inputs, grads):
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads.tensors]))
-        pairs = zip(inputs.params, grads.tensors, strict=True)
+        pairs = zip(inputs.params, inputs.grads_of_params(grads), strict=True)
         return [p - g / norm for p, g in pairs], inputs.opt_state
 
 

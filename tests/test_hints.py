@@ -22,7 +22,8 @@ from torch import Tensor
 
 import purescale as ps
 from purescale import interop
-from purescale._tree.hints import HINTS, progress_bar
+from purescale._tree.hints import HINTS
+from purescale._tree.progress import progress_bar
 
 INFO = ps.StepInfo(torch.ones(()), torch.tensor(False), torch.ones(()), (), (), torch.zeros(()), ())
 STATE = ps.init_train_state({"w": torch.ones(2)}, {}, ps.from_torch(torch.optim.SGD), ps.NoScale())

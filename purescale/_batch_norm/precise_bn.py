@@ -21,7 +21,7 @@ from .._distributed.process_group import Group, all_reduce, as_group
 from .._module.registered import Tensors
 from .._torch import private
 from .._tree import pytree, scalars
-from .._tree.hints import progress_bar
+from .._tree.progress import progress_bar
 
 Normalize = Literal["batch", "sequential"]
 

@@ -5,9 +5,9 @@ CPU one pass gives overflow and 2-norm, and another one the largest magnitude; e
 another norm, one pass gives overflow and largest magnitude, and another one the norm.
 
 Entry: `measure.measure`, whose specification is `measure.measure_exactly`, of which
-`local_stats.local_stats` is the part of one rank;
-`clip.as_clip_settings` and `clip.clip_factor`; `accumulate.accumulate_grads`, a running mean for a
-loop by hand.
+`local_stats.local_stats` is the part of one rank, and `stats_over_ranks` what several tell each
+other; `clip.as_clip_settings` and `clip.clip_factor`; `accumulate.accumulate_grads`, a running mean
+for a loop by hand. `Gradients` are in `_tree`, because optimizers take them too.
 Hands on: `measure.GradStats`; `clip.ClipSettings`, the bounds of a step; `accumulate.AccumState`.
 May import: `_distributed`, `_tree`, `_torch`.
 """

@@ -5,7 +5,6 @@ and over the parts of a model too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +13,11 @@ from torch import Tensor
 from .._distributed.collectives import all_reduce_found_inf
 from .._distributed.process_group import (
     Group,
-    all_gather_row,
-    all_gather_row_of_group,
     all_reduce,
-    mesh_sizes,
-    num_replicas,
 )
-from .._grads.local_stats import LocalStats, local_stats, norm_of_norms, norm_on_host
-from .._torch import dtensor, private
+from .._grads.local_stats import LocalStats, local_stats, norm_on_host
+from .._grads.stats_over_ranks import stats_over_group, stats_over_meshes
+from .._torch import private
 from .._torch.dtypes import HALF, cast_saturating, widest_float
 from .._torch.tracing import host_can_decide
 from .._tree.gradients import NOTHING_PENDING, Gradients
@@ -94,7 +90,7 @@ def measure_exactly(grads: Gradients, scale: Tensor, options: StatsOptions) -> G
     divisor = _divisor(grads, scale)
     stats = _collect_stats(grads, divisor, options.norm_type)
     if options.norm_group is not None:
-        stats = _stats_over_group(stats, divisor, options.norm_type, options.norm_group)
+        stats = stats_over_group(stats, divisor, options.norm_type, options.norm_group)
     overflow = ~(stats.are_finite(divisor) & is_usable(scale))
     if options.group is not None:
         overflow = all_reduce_found_inf(overflow, options.group)
@@ -123,7 +119,7 @@ def _collect_stats(grads: Gradients, divisor: Tensor, norm_type: float | None) -
 
     def stats_of(tensors: list[Tensor], norm_type: float | None) -> LocalStats:
         if grads.are_sharded:
-            return _stats_over_meshes(tensors, grads.present_sources, divisor, norm_type)
+            return stats_over_meshes(tensors, grads.present_sources, divisor, norm_type)
         return local_stats(tensors, divisor, norm_type)
 
     # For p = 2 the parts give the same norm.
@@ -227,75 +223,3 @@ def _amax(stats: LocalStats, divisor: Tensor, group: Group | None) -> Tensor:
     # Reduced as integers, because libraries of collectives disagree on the maximum of NaN and 1.
     # The bits of numbers that are not negative have the order of the numbers, with NaN above all.
     return all_reduce(amax.abs().view(torch.int32), "max", group).view(torch.float32)
-
-
-# ---- over ranks ----------------------------------------------------------------------------------
-
-
-def _stats_over_meshes(
-    tensors: Sequence[Tensor],
-    source_leaves: Sequence[Any],
-    divisor: Tensor,
-    norm_type: float | None,
-) -> LocalStats:
-    """Return the stats of shards of these leaves, which `divisor` unscales, the same on all ranks
-    of their meshes. Plain tensors count once. Every rank makes the same reductions, also with an
-    empty shard.
-    """
-    shards: dict[Any, list[Tensor]] = {(None, 1): []}
-    for tensor, source in zip(tensors, source_leaves, strict=True):
-        sharded = dtensor.is_dtensor(source)
-        key = (source.device_mesh, num_replicas(source)) if sharded else (None, 1)
-        shards.setdefault(key, []).append(tensor)
-    stats = {key: local_stats(shard, divisor, norm_type) for key, shard in shards.items()}
-    plain = stats.pop((None, 1))
-    amax = _amax_or_inf(plain, divisor)
-    norms = [] if plain.norm is None else [plain.norm]
-    # The largest mesh last, so that its ranks learn the results of the smaller meshes too.
-    meshes = dict.fromkeys(mesh for mesh, _ in stats)
-    for mesh in sorted(meshes, key=lambda mesh: math.prod(mesh_sizes(mesh))):
-        mesh_norms = []
-        for (other, replicas), local in stats.items():
-            if other == mesh:
-                amax = torch.maximum(amax, _amax_or_inf(local, divisor))
-                if local.norm is not None and norm_type is not None:
-                    # r replicas are r rows of the table, which multiplies the norm by r**(1/p).
-                    mesh_norms.append(local.norm * replicas ** (-1 / norm_type))
-        row = [amax] if norm_type is None else [amax, norm_of_norms(mesh_norms, norm_type)]
-        table = all_gather_row(torch.stack(row), mesh)
-        amax = table[:, 0].amax()
-        norms += [] if norm_type is None else [norm_of_norms(table[:, 1].unbind(), norm_type)]
-    return _combine_stats(amax, norms, norm_type)
-
-
-def _stats_over_group(
-    local: LocalStats, divisor: Tensor, norm_type: float | None, group: Group | None
-) -> LocalStats:
-    """Return the stats of a model whose parts are on the ranks of `group`, the same on all of them,
-    from one reduction.
-    """
-    row = [_amax_or_inf(local, divisor)]
-    if local.norm is not None:
-        row.append(local.norm.to(row[0].dtype))
-    table = all_gather_row_of_group(torch.stack(row), group)
-    norms = [] if norm_type is None else list(table[:, 1].unbind())
-    return _combine_stats(table[:, 0].amax(), norms, norm_type)
-
-
-def _combine_stats(amax: Tensor, norms: Sequence[Tensor], norm_type: float | None) -> LocalStats:
-    """Return the stats of all parts. The norm is inf or NaN if `amax` is."""
-    if norm_type is None:
-        return LocalStats({amax.dtype: amax}, None)
-    norm = norm_of_norms(norms, norm_type)
-    norm = torch.where(torch.isfinite(amax), norm, norm.clamp(min=torch.inf))
-    return LocalStats({amax.dtype: amax}, norm)
-
-
-def _amax_or_inf(local: LocalStats, divisor: Tensor) -> Tensor:
-    """Return the largest magnitude of any dtype, or inf if an element is not finite over `divisor`:
-    a bfloat16 may overflow at a value that float32 holds.
-    """
-    zero = torch.zeros((), dtype=widest_float(divisor.device), device=divisor.device)
-    amaxes = [amax.to(zero.dtype) for amax in local.scaled_amaxes.values()]
-    amax = torch.stack([zero, *amaxes]).amax()
-    return torch.where(local.are_finite(divisor), amax, torch.inf)

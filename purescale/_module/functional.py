@@ -7,7 +7,7 @@ import inspect
 import operator
 from collections.abc import Callable, Set
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,8 +37,13 @@ from .._tree.leaves import is_constant
 Method = str | Callable[..., Any] | None
 
 
-# A call of the model: its arguments, the mode, and the method that it calls.
-Call = tuple[tuple[Any, ...], dict[str, Any], bool, Method]
+class Call(NamedTuple):
+    """The arguments of a call of the model, beside its tensors."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    train: bool
+    method: Method
 
 
 @dataclasses.dataclass
@@ -48,7 +53,8 @@ class CallHistory:
     # By `train`. Once a forward has filled what copies share, or a call began before another one
     # had ended, those whose copies share nothing.
     recipes: tuple[Recipe, Recipe]
-    idle: list[bool] = dataclasses.field(default_factory=lambda: [True])  # empty during a call
+    # A lock that can be copied: a call takes the token out, and puts one back at its end.
+    tokens: list[bool] = dataclasses.field(default_factory=lambda: [True])
     compares_values: bool = True  # of parameters: only the first call in training does
     # By `train`, until its first calls have shown if attributes hold state
     first_calls: dict[bool, NewTensors] = dataclasses.field(
@@ -89,7 +95,7 @@ class Apply:
             self._check_trees(params, buffers)
         if method is not None:
             _refuse_live(method)
-        call = (args, kwargs, bool(train), method)
+        call = Call(args, kwargs, bool(train), method)
         if torch.compiler.is_dynamo_compiling():
             # If the graph breaks inside a `try`, Dynamo gives up this frame and runs it eagerly,
             # so the condition is read again.
@@ -105,13 +111,12 @@ class Apply:
         own_buffers = _copies(buffers, self._constants, one_by_one=True)
         # Writes into these copies do not reach params. The compiler removes unused copies.
         tensors = {name: param.clone() for name, param in params.items()} | own_buffers
-        _, _, train, _ = call
-        return self._forward(self._history.recipes[train], tensors, own_buffers, call)[1:]
+        return self._forward(self._history.recipes[call.train], tensors, own_buffers, call)[1:]
 
     @private.only_inlined
     def _eager(self, params: Tensors, buffers: Tensors, call: Call) -> tuple[Any, Tensors]:
         """Run the forward eagerly, and put back what it changed of what other calls read."""
-        history, (_, _, train, method) = self._history, call
+        history, train = self._history, call.train
         transformed, has_graph = under_transform(), torch.is_grad_enabled()
         constants = {name for name in self._constants if is_constant(buffers[name])}
         # List kernels have no vmap rule.
@@ -128,7 +133,7 @@ class Apply:
             values = _detached_copies(params) if host_can_read(list(params.values())) else {}
 
         try:
-            history.idle.pop()  # succeeds in one thread only
+            history.tokens.pop()  # succeeds in one thread only
         except IndexError:
             history.recipes = _with_own_empty(history.recipes)
         recipes, flags = history.recipes, list(map(_requires_grad, tensors.values()))
@@ -137,7 +142,7 @@ class Apply:
         finally:
             if filled := any(recipes[train].shared_empty):
                 history.recipes = _with_own_empty(recipes)
-            history.idle = [True]
+            history.tokens = [True]
             if list(map(_requires_grad, tensors.values())) != flags:
                 for tensor, flag in zip(tensors.values(), flags, strict=True):
                     if tensor.is_leaf:
@@ -148,7 +153,7 @@ class Apply:
         after = stamps(watched.values(), transformed, addresses=is_first)
         if after != before or values:
             check_writes(watched, before, after, values)
-        if train in history.first_calls and not callable(method):
+        if train in history.first_calls and not callable(call.method):
             warn_of_attributes(history.recipes[train], copy, train, history.first_calls)
         if has_graph:
             if is_first:

@@ -72,8 +72,9 @@ class CachedPlan(NamedTuple):
 class FlatOptimizer:
     """An optimizer over the lists of `OptimizerInputs`. A subclass has `init`, `compute_step` (or
     `step_or_skip`, if it can skip a step itself), and perhaps `agreed_settings`, `plan` and
-    `evaluate_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` prepares the
-    step at its start, by `reuse_plan` or `make_plan`, and runs it at its end, by `run_step`.
+    `evaluate_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` plans the
+    step at its start, by `find_planned_inputs` or `plan_inputs`, and runs it at its end, by
+    `run_step`.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -93,7 +94,7 @@ class FlatOptimizer:
     # wrapper may make a step in pieces.
     can_step_in_pieces: bool = False
     # True if it lives for more than one call, so that a cache is of use.
-    caches_steps: bool = True
+    caches_plans: bool = True
     agreed_settings: Any  # what ranks compare of it, if it has this
 
     def init(self, params: Tree) -> Tree:
@@ -137,13 +138,13 @@ class FlatOptimizer:
         plan, step_settings = self.plan(inputs), self.evaluate_settings(inputs.opt_state)
         return inputs._replace(plan=plan, step_settings=step_settings)
 
-    def reuse_plan(
+    def find_planned_inputs(
         self, context: CallContext, trees: tuple[Tree, ...]
     ) -> tuple[list[FlatTree], OptimizerInputs] | None:
         """Return trees flat (parameters, the state of the optimizer, and others), and the inputs of
         a step over them, planned. None if no plan for trees like these is cached.
         """
-        if not (self.caches_steps and context.reuses_plans):  # Dynamo cannot make the cache
+        if not (self.caches_plans and context.reuses_plans):  # Dynamo cannot make the cache
             return None
         if (hit := self.cache.find(context, trees)) is None:
             return None
@@ -162,9 +163,9 @@ class FlatOptimizer:
         )
         return flat_trees, inputs
 
-    def make_plan(self, flat_trees: list[FlatTree], inputs: OptimizerInputs) -> OptimizerInputs:
-        """Return the inputs of a step over checked trees, planned. `reuse_plan` finds the plan
-        from now on. `plan` refuses what does not fit.
+    def plan_inputs(self, flat_trees: list[FlatTree], inputs: OptimizerInputs) -> OptimizerInputs:
+        """Return the inputs of a step over checked trees, planned: `find_planned_inputs` finds the
+        plan from now on. `plan` refuses what does not fit.
         """
         inputs, context = self.with_plan_and_settings(inputs), inputs.context
         lists = [tree.tensor_list for tree in flat_trees]
@@ -173,7 +174,7 @@ class FlatOptimizer:
         writable = all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists])
         readable = context.host_can_read_cpu and not self.differentiable
         readable = readable and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
-        if self.caches_steps:
+        if self.caches_plans:
             cached = CachedPlan(
                 param_structure=inputs.param_structure,
                 plan=inputs.plan,
@@ -192,13 +193,13 @@ class FlatOptimizer:
         belongs to others.
         """
         context = current_context()
-        hit = self.reuse_plan(context, (params, opt_state, grads, *others))
+        hit = self.find_planned_inputs(context, (params, opt_state, grads, *others))
         if hit is not None:
             flat_trees, inputs = hit
             return inputs, inputs.make_gradients(flat_trees[2]), flat_trees[3:]
         flat_trees, inputs, gradients = self.flatten_by_hand(context, params, grads, opt_state)
         flat_others = list(map(FlatTree.of, others))
-        return self.make_plan([*flat_trees, *flat_others], inputs), gradients, flat_others
+        return self.plan_inputs([*flat_trees, *flat_others], inputs), gradients, flat_others
 
     def flatten_by_hand(
         self, context: CallContext, params: Tree, grads: Tree, opt_state: Tree
@@ -253,7 +254,8 @@ class FlatOptimizer:
         self.compute_step(inputs, grads.apply_pending(wide=self.wide_grads)))`, to rounding where a
         kernel divides by scale and clip factor at once. `skip` is None where the host knows that
         the step is applied, and if `may_add_slots`. With `in_place`, the caller guarantees that
-        nobody else holds the tensors of `inputs`: they may be overwritten.
+        nobody else holds the tensors of `inputs`: they may be overwritten. Classes of torch
+        (`KernelOrFormulaOptimizer`), a partition and wrappers have their own.
         """
         with self.grad_mode(inputs.context):
             new = self.compute_step(inputs, self.unscale_and_clip(inputs, grads, skip))
@@ -282,7 +284,12 @@ class FlatOptimizer:
         return grads.apply_pending(wide=self.wide_grads)
 
     def compute_step(self, inputs: OptimizerInputs, grads: Gradients) -> tuple[list[Tensor], Tree]:
-        """Return parameters and state after the step with unscaled gradients, in fresh memory."""
+        """Return parameters and state after the step with unscaled gradients, in fresh memory.
+
+        `inputs.params` pair with `inputs.grads_of_params(grads)`, and with the leaves that
+        `inputs.param_structure.flatten_up_to` returns of a state like the parameters. float16
+        gradients of a step are float32.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no compute_step")
 
 
@@ -307,7 +314,7 @@ class AdaptedOptimizer(FlatOptimizer):
     """A flat optimizer for one with `init` and `step` alone, which alone checks its arguments."""
 
     runs_user_code = True
-    caches_steps = False  # it is made in each call
+    caches_plans = False  # it is made in each call
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = self.agreed_settings = optimizer

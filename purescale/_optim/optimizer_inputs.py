@@ -117,7 +117,9 @@ class OptimizerInputs(NamedTuple):
         return Gradients.of_leaves(leaves)
 
     def grads_of_params(self, grads: Gradients) -> list[Tensor | None]:
-        """Return the gradients in the form of the parameters: shards if these are."""
+        """Return the gradient of each of `params`, in their order and form (a shard, complex); None
+        for one without.
+        """
         leaves = grads.leaves
         if self.global_trees is not None:
             leaves = list(map(dtensor.local_shard, leaves))

@@ -24,9 +24,10 @@ from .._torch.dtypes import wide_dtype
 from .._torch.tracing import GraphEndError, refuse_in_trace_or_capture, traced, whole_graph
 from .._tree import pytree, scalars
 from .._tree.fingerprint import fingerprint
-from .._tree.hints import document_fields, progress_bar
+from .._tree.hints import document_fields
 from .._tree.leaves import is_constant, versions
 from .._tree.matching import matching_leaves
+from .._tree.progress import progress_bar
 from .._tree.pytree import Leaves, Tree
 
 Step = Callable[..., tuple[Tree, Tree]]

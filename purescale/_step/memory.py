@@ -51,14 +51,15 @@ class MayWrite(NamedTuple):
 
 
 def decide_writes(
-    step: PreparedStep,
+    prepared: PreparedStep,
 ) -> tuple[ArgumentMemory, MayWrite]:
     """Return the memory of the arguments, and what the step may overwrite. Without donation the
     state of the optimizer is not in that memory, because nothing writes into it.
     """
-    flat_state, options, inputs = step.flat_state, step.options, step.flat_state.inputs
+    flat_state, options = prepared.flat_state, prepared.options
+    inputs = flat_state.optimizer_inputs
     donate = options.donate and not _on_graph(options.optimizer, inputs)
-    batch = pytree.all_tensors(list(step.microbatches))
+    batch = pytree.all_tensors(list(prepared.microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
     if donate and inputs.all_writable:
         others = [*flat_state.buffers.leaves, *flat_state.control.leaves]

@@ -73,7 +73,7 @@ def weigh_microbatches(
 
 
 def accumulate_microbatches(
-    step: PreparedStep,
+    prepared: PreparedStep,
     scale: Tensor,
     memory: ArgumentMemory,
     *,
@@ -87,18 +87,18 @@ def accumulate_microbatches(
     buffers are still of this rank; `reduce_window` averages both. `loss_fn` and `flat_buffers`
     stand in for those of the step.
     """
-    flat_state, options, microbatches = step.flat_state, step.options, step.microbatches
+    flat_state, options, microbatches = prepared.flat_state, prepared.options, prepared.microbatches
     params, buffers = flat_state.params, flat_buffers or flat_state.buffers
     differentiable = options.optimizer.differentiable and is_on_a_graph(
         pytree.all_tensors([params.leaves, buffers.leaves, scale, microbatches])
     )
     forward_backward = ForwardBackward(
         params,
-        flat_state.inputs.param_structure,
+        flat_state.optimizer_inputs.param_structure,
         buffers,
         scale,
         loss_fn or options.loss_fn,
-        flat_state.inputs.context,
+        flat_state.optimizer_inputs.context,
         differentiable=differentiable,
     )
     if options.group is not None and (forward_backward.create_graph or under_derivative()):
@@ -108,20 +108,20 @@ def accumulate_microbatches(
         )
     before = versions(memory.batch_tensors)
     if len(microbatches) == 1 and options.group is None:
-        window = _accumulate_one(step, forward_backward, memory)
+        window = _accumulate_one(prepared, forward_backward, memory)
     else:
-        window = _accumulate_several(step, forward_backward, memory)
+        window = _accumulate_several(prepared, forward_backward, memory)
     check_unwritten(memory.batch_tensors, before)
     return window
 
 
 def _accumulate_one(
-    step: PreparedStep,
+    prepared: PreparedStep,
     forward_backward: ForwardBackward,
     memory: ArgumentMemory,
 ) -> WindowResult:
     """Return the result of a single microbatch. Its gradients are the mean, still scaled."""
-    microbatch, pointers = _make_microbatch(step.microbatches[0], memory.pointers)
+    microbatch, pointers = _make_microbatch(prepared.microbatches[0], memory.pointers)
     out = forward_backward(forward_backward.flat_buffers.leaves, microbatch, pointers)
     grads = Gradients.of_leaves(
         out.grads,
@@ -129,7 +129,7 @@ def _accumulate_one(
         owned=out.owned,
         param_list=forward_backward.flat_params.tensor_list,
     )
-    loss, totals_row, _, fraction = _losses_and_totals(step, [out.loss], [])
+    loss, totals_row, _, fraction = _losses_and_totals(prepared, [out.loss], [])
     return WindowResult(
         grads,
         loss,
@@ -141,13 +141,13 @@ def _accumulate_one(
 
 
 def _accumulate_several(
-    step: PreparedStep,
+    prepared: PreparedStep,
     forward_backward: ForwardBackward,
     memory: ArgumentMemory,
 ) -> WindowResult:
     """Return the mean over several microbatches, or over those of a group."""
-    mean = WindowMean(step, forward_backward)
-    options, microbatches, weights = step.options, step.microbatches, step.weights
+    mean = WindowMean(prepared, forward_backward)
+    options, microbatches, weights = prepared.options, prepared.microbatches, prepared.weights
     reduction, streams_gradients = start_reduction(mean), mean.streams_gradients
     buffers, last = forward_backward.flat_buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
@@ -217,7 +217,7 @@ def _finish_window(
     are over all ranks.
     """
     options = mean.options
-    averaged = _losses_and_totals(mean.step, losses, mean.overflows)
+    averaged = _losses_and_totals(mean.prepared, losses, mean.overflows)
     loss, totals_row, rank_divisor, fraction = averaged
     if reduction is not None:  # the gradients are sent already
         grads = Gradients.of_dense([], mean.pending, owned=mean.off_graph)
@@ -238,15 +238,15 @@ def _finish_window(
 
 
 def _losses_and_totals(
-    step: PreparedStep,
+    prepared: PreparedStep,
     losses: list[Tensor],
     overflows: list[Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the loss of a window and its totals, over all ranks of a group, the divisor of this
     rank's mean there, and the part of a full window that counts.
     """
-    options, context = step.options, step.flat_state.inputs.context
-    loss, weight = losses[0], step.weights.unnormalized
+    options, context = prepared.options, prepared.flat_state.optimizer_inputs.context
+    loss, weight = losses[0], prepared.weights.unnormalized
     dtype, device = loss.dtype, loss.device
     totals_row, rank_divisor = None, None
     if weight is not None:

@@ -27,7 +27,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 def advance_control(
-    step: PreparedStep,
+    prepared: PreparedStep,
     measured: MeasuredWindow,
     decision: Decision,
     guard_state: Tree,
@@ -36,7 +36,7 @@ def advance_control(
     `FlatState.control`. `guard_state` is the guard's new state. It is kept if the step is
     applied, or if only the guard rejected it.
     """
-    flat_state, options = step.flat_state, step.options
+    flat_state, options = prepared.flat_state, prepared.options
     guard: Leaves = []
     if isinstance(decision.rejected, Tensor):
         names = "state.guard", "the state that the guard returned"
@@ -80,7 +80,7 @@ def _overwrite_control(flat_state: FlatState, new: Leaves) -> Leaves:
     a rule or a guard returned tensors on a graph, nothing is written.
     """
     old = flat_state.control.leaves
-    if not flat_state.inputs.all_writable or any(map(_requires_grad, new)):
+    if not flat_state.optimizer_inputs.all_writable or any(map(_requires_grad, new)):
         return overwrite_leaves(old, new)
     foreach.copy_list_(old, new)
     return old

@@ -34,19 +34,19 @@ from .._tree.pytree import FlatTree, Tree
 
 
 def accumulate_with_pooled_statistics(
-    step: PreparedStep,
+    prepared: PreparedStep,
     scale: Tensor,
     memory: ArgumentMemory,
 ) -> WindowResult:
     """Return `accumulate_microbatches`, with buffers in which batch norm is updated once, by the
     statistics of all microbatches that count.
     """
-    buffers, options = step.flat_state.buffers, step.options
+    buffers, options = prepared.flat_state.buffers, prepared.options
     any_buffer = buffers.tree is not None and len(buffers.leaves) > 0
     if any_buffer:
         check_flat_buffers(buffers.tree)
     if not (any_buffer and layers_of(buffers.tree)):
-        return accumulate_microbatches(step, scale, memory)
+        return accumulate_microbatches(prepared, scale, memory)
     momenta: dict[str, float] = {}
 
     @functools.wraps(options.loss_fn, updated=())  # errors quote its signature
@@ -68,7 +68,7 @@ def accumulate_with_pooled_statistics(
     # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
     buffers_and_stats = FlatTree.of((buffers.tree, init_bn_stats(buffers.tree)))
     window = accumulate_microbatches(
-        step, scale, memory, loss_fn=loss_and_stats, flat_buffers=buffers_and_stats
+        prepared, scale, memory, loss_fn=loss_and_stats, flat_buffers=buffers_and_stats
     )
     new_buffers, stats = buffers_and_stats.structure.unflatten(window.buffers)
     momentum_of: Mapping[str, float | Tensor] = momenta

@@ -25,7 +25,7 @@ class FlatState(NamedTuple):
     params: FlatTree
     buffers: FlatTree
     control: FlatTree  # scaler, step count, generator and guard, as a tuple
-    inputs: OptimizerInputs
+    optimizer_inputs: OptimizerInputs
 
 
 class PreparedStep(NamedTuple):
@@ -43,7 +43,7 @@ class PreparedStep(NamedTuple):
             self.options.clip.norm_type,
             amax=self.options.rule_traits.takes_amax,
             nan_norm_is_inf=len(self.microbatches) > 1 or self.options.group is not None,
-            all_readable=self.flat_state.inputs.all_readable,
+            all_readable=self.flat_state.optimizer_inputs.all_readable,
         )
 
 
@@ -52,12 +52,12 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     optimizer, context = options.optimizer, current_context()
     control = state.scaler, state.step, state.rng, state.guard
     trees = state.params, state.opt_state, state.buffers, control
-    planned = optimizer.reuse_plan(context, trees)
+    planned = optimizer.find_planned_inputs(context, trees)
     if planned is None:
         flat_trees = list(map(FlatTree.of, trees))
         _check_params(state, flat_trees[0])
         inputs = make_optimizer_inputs(optimizer, context, *flat_trees[:2])
-        planned = flat_trees, optimizer.make_plan(flat_trees, inputs)
+        planned = flat_trees, optimizer.plan_inputs(flat_trees, inputs)
     (flat_params, _, flat_buffers, flat_control), inputs = planned
     if options.clip.clip_value is not None and not flat_params.tensor_list.dense_without_history:
         refuse_complex(state.params, flat_params.leaves, "params")

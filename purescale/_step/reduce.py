@@ -112,7 +112,7 @@ def start_reduction(mean: WindowMean) -> Reduction | None:
     divisor = mean_divisor(weight, all_reduce(weight, "sum", group))
     return reduction_of(
         mean.forward_backward.flat_params.leaves,
-        mean.step.flat_state.buffers.leaves,
+        mean.prepared.flat_state.buffers.leaves,
         divisor,
         group,
     )
@@ -135,7 +135,7 @@ def send_mean(mean: WindowMean, grads: Gradients, divisor: Any) -> Reduction:
     """Send the gradients of a mean that the last backward has not sent, as `send_gradient` does."""
     leaves, params = grads.leaves, mean.forward_backward.flat_params.leaves
     reduction = reduction_of(
-        params, mean.step.flat_state.buffers.leaves, divisor, mean.options.group
+        params, mean.prepared.flat_state.buffers.leaves, divisor, mean.options.group
     )
     for index in reversed(range(len(params))):
         if index in reduction.bucket_of:

@@ -19,14 +19,14 @@ from .._torch.dtensor import any_dtensor
 RunWindow: TypeAlias = Callable[[HasScale], MeasuredWindow]
 
 
-def run_with_retries(step: PreparedStep, run_window: RunWindow) -> MeasuredWindow:
+def run_with_retries(prepared: PreparedStep, run_window: RunWindow) -> MeasuredWindow:
     """Return the result of `run_window(scaler)`: with `max_retries` at the first scale at which the
     window is finite, for which the host reads flags.
 
     If no try is finite, return the one that lost the fewest microbatches, and of those the one at
     the highest scale. All ranks of a group read the same flags, so they retry together.
     """
-    flat_state, options = step.flat_state, step.options
+    flat_state, options = prepared.flat_state, prepared.options
     if not options.max_retries:
         return _run_once(flat_state.train_state, run_window, flat_state.train_state.scaler)
     if any_dtensor(flat_state.params.leaves):

@@ -176,31 +176,34 @@ def train_step(
     return _run_stages(prepared)
 
 
-def _run_stages(step: PreparedStep) -> tuple[TrainState, StepInfo]:
+def _run_stages(prepared: PreparedStep) -> tuple[TrainState, StepInfo]:
     """Run the stages of a step in order."""
-    flat_state, options = step.flat_state, step.options
-    memory, may_write = decide_writes(step)
-    stats_options = step.stats_options
+    flat_state, options = prepared.flat_state, prepared.options
+    memory, may_write = decide_writes(prepared)
+    stats_options = prepared.stats_options
     pooled = options.bn_update == "window"
     accumulate = accumulate_with_pooled_statistics if pooled else accumulate_microbatches
 
     def run_window(scaler: HasScale) -> MeasuredWindow:
-        window = accumulate(step, scaler.scale, memory)
+        window = accumulate(prepared, scaler.scale, memory)
         window = reduce_window(window, flat_state)
+        # Still scaled, unless the check has divided them.
         stats, grads = measure(window.grads, scaler.scale, stats_options)
         window = window._replace(grads=grads)
         return MeasuredWindow(window, stats, window_flags(window, stats.overflow), scaler)
 
-    measured = run_with_retries(step, run_window)
+    # Once, or again with `max_retries`; from the generator of the state, if it has one.
+    measured = run_with_retries(prepared, run_window)
     window, stats = measured.window, measured.stats
     scale = measured.scaler.scale.clone()  # `assemble_state` may write into it
     guard_state = flat_state.train_state.guard
     guard_state, guard_rejects = call_guard(options.guard, guard_state, window, stats)
     decision = decide(stats, options.clip, window.grads, measured.flags, guard_rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
-    control = advance_control(step, measured, decision, guard_state)
+    control = advance_control(prepared, measured, decision, guard_state)
+    # It unscales and clips too: what is pending in `decision.grads`.
     stepped = options.optimizer.run_step(
-        flat_state.inputs,
+        flat_state.optimizer_inputs,
         decision.grads,
         decision.skip_or_none,
         in_place=may_write.params_and_state,

@@ -34,10 +34,10 @@ class WindowMean:
 
     def __init__(
         self,
-        step: PreparedStep,
+        prepared: PreparedStep,
         forward_backward: ForwardBackward,
     ) -> None:
-        self.step, self.options, self.weights = step, step.options, step.weights
+        self.prepared, self.options, self.weights = prepared, prepared.options, prepared.weights
         self.forward_backward = forward_backward
         self.scale, self.off_graph = forward_backward.scale, forward_backward.off_graph
         self.pending = Pending(divisor=self.scale)

@@ -205,27 +205,26 @@ class OptimizerConfig:
         def put(value: Any) -> Any:
             return to_device(value, count.device) if isinstance(value, Tensor) else value
 
-        def number(name: str, value: Any, factor: Any) -> Any:
-            if isinstance(factor, tuple):
-                return tuple([number(name, *pair) for pair in zip(value, factor, strict=True)])
+        def number(name: str, value: Any, stored: Any) -> Any:
+            if isinstance(stored, tuple):
+                return tuple([number(name, *pair) for pair in zip(value, stored, strict=True)])
             if callable(value):
                 check_scheduled(name, scheduled := value(count))
-                value = put(scheduled) if factor is None else factor * put(scheduled)
-            elif factor is not None:
-                value = factor
+                value = put(scheduled) if stored is None else stored * put(scheduled)
+            elif stored is not None:
+                value = stored
             if isinstance(value, Tensor) and value.requires_grad:
                 self._refuse_graph(name)
             return put(value)
 
-        stored = stored_settings(opt_state)  # which overrides do not take
-        factors_of = [stored, *self.no_step_settings[1:]]
+        stored_of = [stored_settings(opt_state), *self.no_step_settings[1:]]  # none of overrides
         return [
             {
-                name: number(name, value, factors.get(name))
+                name: number(name, value, stored.get(name))
                 for name, value in {**each.values, **each.schedules}.items()
-                if name in each.schedules or name in factors or isinstance(value, Tensor)
+                if name in each.schedules or name in stored or isinstance(value, Tensor)
             }
-            for each, factors in zip(self._configured(), factors_of, strict=True)
+            for each, stored in zip(self._configured(), stored_of, strict=True)
         ]
 
     def _refuse_graph(self, name: str) -> None:

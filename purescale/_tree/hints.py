@@ -1,6 +1,4 @@
-"""What a user is told: of a wrong name what stands for it here, of a field what `help` says, of
-what takes minutes how far it is.
-"""
+"""What a user is told: of a wrong name what stands for it here, of a field what `help` says."""
 
 from __future__ import annotations
 
@@ -122,18 +120,3 @@ def document_fields(cls: Class) -> Class:
     for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.M):
         getattr(cls, name).__doc__ = " ".join(text.split())
     return cls
-
-
-def progress_bar(desc: str, unit: str, total: int | None = None, *, disable: bool = False) -> Any:
-    """Return tqdm's bar, with a line a minute where the output is not a terminal."""
-    try:
-        from tqdm.auto import tqdm
-    except ImportError as error:
-        raise ImportError(
-            "progress=True needs tqdm. Fix: `pip install '.[progress]'` in a copy of the "
-            "repository, or progress=False."
-        ) from error
-    bar = tqdm(desc=desc, unit=unit, total=total, disable=disable)
-    if not bar.disable and not bar.gui and not bar.fp.isatty():
-        bar.mininterval = 60.0  # seconds: in a log every refresh is a line
-    return bar

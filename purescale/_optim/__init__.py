@@ -2,7 +2,7 @@
 others.
 
 A step makes lists of its trees, `optimizer_inputs.OptimizerInputs`, and calls a `FlatOptimizer` in
-this order: `plan(inputs)`, whose result `find_planned_inputs` finds again if arguments are alike;
+this order: `plan(inputs)`, whose result `find_planned_step` finds again if arguments are alike;
 `evaluate_settings`; `run_step`. Eagerly on a CPU `run_step` reads the flag of a skip, and a skipped
 step returns the old state. Elsewhere, and if a derivative may go through the step, `step_or_skip`
 calls `compute_step` and selects old or new by a mask, unless a subclass can skip a step itself.

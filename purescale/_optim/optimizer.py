@@ -59,7 +59,7 @@ class Optimizer(Protocol):
 
 class CachedPlan(NamedTuple):
     """The decisions that hold for all steps over arguments that are alike: fields of
-    `OptimizerInputs`.
+    `OptimizerInputs` and of `PlannedStep`.
     """
 
     param_structure: ParamStructure
@@ -69,11 +69,22 @@ class CachedPlan(NamedTuple):
     all_readable: bool
 
 
+class PlannedStep(NamedTuple):
+    """The inputs of a step, planned, and what is known of all arguments of its call."""
+
+    inputs: OptimizerInputs
+    flat_trees: list[FlatTree]  # the arguments: parameters, state, and others
+    # Each leaf is plain, gapless, not empty, and requires no gradient: a step may write into it if
+    # nothing else shares its memory.
+    all_writable: bool = False
+    all_readable: bool = False  # the host may read each leaf and its gradient; none has a history
+
+
 class FlatOptimizer:
     """An optimizer over the lists of `OptimizerInputs`. A subclass has `init`, `compute_step` (or
     `step_or_skip`, if it can skip a step itself), and perhaps `agreed_settings`, `plan` and
     `evaluate_settings`; `as_flat_optimizer` makes one of any optimizer. A `train_step` plans the
-    step at its start, by `find_planned_inputs` or `plan_inputs`, and runs it at its end, by
+    step at its start, by `find_planned_step` or `plan_step`, and runs it at its end, by
     `run_step`.
     """
 
@@ -106,8 +117,8 @@ class FlatOptimizer:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        inputs, gradients, _ = self.prepare_by_hand(params, grads, opt_state)
-        return self.run_step(inputs, gradients)
+        planned, gradients = self.prepare_by_hand(params, grads, opt_state)
+        return self.run_step(planned.inputs, gradients)
 
     def grad_mode(self, context: CallContext) -> torch.set_grad_enabled:
         """Return a context manager inside of which a graph is recorded only if a derivative may go
@@ -138,11 +149,11 @@ class FlatOptimizer:
         plan, step_settings = self.plan(inputs), self.evaluate_settings(inputs.opt_state)
         return inputs._replace(plan=plan, step_settings=step_settings)
 
-    def find_planned_inputs(
+    def find_planned_step(
         self, context: CallContext, trees: tuple[Tree, ...]
-    ) -> tuple[list[FlatTree], OptimizerInputs] | None:
-        """Return trees flat (parameters, the state of the optimizer, and others), and the inputs of
-        a step over them, planned. None if no plan for trees like these is cached.
+    ) -> PlannedStep | None:
+        """Return the planned step over trees: parameters, the state of the optimizer, and other
+        arguments. None if no plan for trees like these is cached.
         """
         if not (self.caches_plans and context.reuses_plans):  # Dynamo cannot make the cache
             return None
@@ -158,19 +169,17 @@ class FlatOptimizer:
             metadata=cached.leaves_metadata,
             plan=cached.plan,
             step_settings=self.evaluate_settings(flat_opt_state.tree),
-            all_writable=cached.all_writable,
-            all_readable=cached.all_readable,
         )
-        return flat_trees, inputs
+        return PlannedStep(inputs, flat_trees, cached.all_writable, cached.all_readable)
 
-    def plan_inputs(self, flat_trees: list[FlatTree], inputs: OptimizerInputs) -> OptimizerInputs:
-        """Return the inputs of a step over checked trees, planned: `find_planned_inputs` finds the
-        plan from now on. `plan` refuses what does not fit.
+    def plan_step(self, flat_trees: list[FlatTree], inputs: OptimizerInputs) -> PlannedStep:
+        """Return the planned step over checked trees: `find_planned_step` finds the plan from now
+        on. `plan` refuses what does not fit.
         """
         inputs, context = self.with_plan_and_settings(inputs), inputs.context
         lists = [tree.tensor_list for tree in flat_trees]
         if not (context.reuses_plans and all([x.dense_without_history for x in lists])):
-            return inputs
+            return PlannedStep(inputs, flat_trees)
         writable = all([x.are_gapless and not (x.any_empty or x.any_requires_grad) for x in lists])
         readable = context.host_can_read_cpu and not self.differentiable
         readable = readable and all([x.are_on_cpu and are_comparable(x.tensors) for x in lists])
@@ -183,23 +192,20 @@ class FlatOptimizer:
                 all_readable=readable,
             )
             self.cache.insert(context, flat_trees, cached)
-        return inputs._replace(all_writable=writable, all_readable=readable)
+        return PlannedStep(inputs, flat_trees, writable, readable)
 
     def prepare_by_hand(
         self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree
-    ) -> tuple[OptimizerInputs, Gradients, list[FlatTree]]:
-        """Return the inputs of a step over these and other trees, planned, its gradients, and the
-        others, flat. Refuse, naming the leaf, gradients that do not fit `params`, and a state that
-        belongs to others.
+    ) -> tuple[PlannedStep, Gradients]:
+        """Return the planned step over these and other trees, and its gradients. Refuse, naming the
+        leaf, gradients that do not fit `params`, and a state that belongs to others.
         """
         context = current_context()
-        hit = self.find_planned_inputs(context, (params, opt_state, grads, *others))
-        if hit is not None:
-            flat_trees, inputs = hit
-            return inputs, inputs.make_gradients(flat_trees[2]), flat_trees[3:]
+        planned = self.find_planned_step(context, (params, opt_state, grads, *others))
+        if planned is not None:
+            return planned, planned.inputs.make_gradients(planned.flat_trees[2])
         flat_trees, inputs, gradients = self.flatten_by_hand(context, params, grads, opt_state)
-        flat_others = list(map(FlatTree.of, others))
-        return self.plan_inputs([*flat_trees, *flat_others], inputs), gradients, flat_others
+        return self.plan_step([*flat_trees, *map(FlatTree.of, others)], inputs), gradients
 
     def flatten_by_hand(
         self, context: CallContext, params: Tree, grads: Tree, opt_state: Tree

@@ -42,10 +42,6 @@ class OptimizerInputs(NamedTuple):
     piece_positions: Any = None  # of a piece of a larger step, for the wrapper that makes it
     plan: Any = None  # what `FlatOptimizer.plan` returned
     step_settings: Any = None  # what `FlatOptimizer.evaluate_settings` returned
-    # Each leaf of all arguments is plain, gapless, not empty, and requires no gradient: a step may
-    # write into it if nothing else shares its memory.
-    all_writable: bool = False
-    all_readable: bool = False  # the host may read each leaf and its gradient; none has a history
 
     @classmethod
     def of_dense(

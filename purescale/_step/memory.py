@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from .._optim.optimizer import FlatOptimizer
+from .._optim.optimizer import FlatOptimizer, PlannedStep
 from .._optim.optimizer_inputs import OptimizerInputs
 from .._step.prepare import PreparedStep
 from .._torch import dtensor
@@ -61,7 +61,7 @@ def decide_writes(
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     batch = pytree.all_tensors(list(prepared.microbatches))
     read_only = [*options.clip.tensor_bounds, *batch]
-    if donate and inputs.all_writable:
+    if donate and flat_state.all_writable:
         others = [*flat_state.buffers.leaves, *flat_state.control.leaves]
         tensors = [*_params_and_state(inputs).tensors, *others]
         pointers = [storage_pointers(tensors), storage_pointers(read_only)]
@@ -94,18 +94,18 @@ def decide_writes(
 
 def decide_writes_by_hand(
     optimizer: FlatOptimizer,
-    inputs: OptimizerInputs,
+    planned: PlannedStep,
     grads: Gradients,
     read_only: Sequence[Tensor],
 ) -> tuple[bool, bool]:
     """Return whether a step may overwrite its donated parameters and state, and its gradients."""
-    lists = [_params_and_state(inputs), grads.tensor_list]
-    if inputs.all_writable:
+    lists = [_params_and_state(planned.inputs), grads.tensor_list]
+    if planned.all_writable:
         tensors = [*lists[0].tensors, *lists[1].tensors]
         if share_no_memory(storage_pointers(tensors), storage_pointers(read_only)):
             return True, True
     params_and_state, grads_too = can_write_each(lists, read_only)
-    return params_and_state and not _on_graph(optimizer, inputs), grads_too
+    return params_and_state and not _on_graph(optimizer, planned.inputs), grads_too
 
 
 def _on_graph(optimizer: FlatOptimizer, inputs: OptimizerInputs) -> bool:

@@ -80,7 +80,7 @@ def _overwrite_control(flat_state: FlatState, new: Leaves) -> Leaves:
     a rule or a guard returned tensors on a graph, nothing is written.
     """
     old = flat_state.control.leaves
-    if not flat_state.optimizer_inputs.all_writable or any(map(_requires_grad, new)):
+    if not flat_state.all_writable or any(map(_requires_grad, new)):
         return overwrite_leaves(old, new)
     foreach.copy_list_(old, new)
     return old

@@ -26,6 +26,8 @@ class FlatState(NamedTuple):
     buffers: FlatTree
     control: FlatTree  # scaler, step count, generator and guard, as a tuple
     optimizer_inputs: OptimizerInputs
+    all_writable: bool  # as in `PlannedStep`
+    all_readable: bool
 
 
 class PreparedStep(NamedTuple):
@@ -43,7 +45,7 @@ class PreparedStep(NamedTuple):
             self.options.clip.norm_type,
             amax=self.options.rule_traits.takes_amax,
             nan_norm_is_inf=len(self.microbatches) > 1 or self.options.group is not None,
-            all_readable=self.flat_state.optimizer_inputs.all_readable,
+            all_readable=self.flat_state.all_readable,
         )
 
 
@@ -52,16 +54,24 @@ def prepare_state(state: TrainState, options: TrainStepOptions) -> FlatState:
     optimizer, context = options.optimizer, current_context()
     control = state.scaler, state.step, state.rng, state.guard
     trees = state.params, state.opt_state, state.buffers, control
-    planned = optimizer.find_planned_inputs(context, trees)
+    planned = optimizer.find_planned_step(context, trees)
     if planned is None:
         flat_trees = list(map(FlatTree.of, trees))
         _check_params(state, flat_trees[0])
         inputs = make_optimizer_inputs(optimizer, context, *flat_trees[:2])
-        planned = flat_trees, optimizer.plan_inputs(flat_trees, inputs)
-    (flat_params, _, flat_buffers, flat_control), inputs = planned
+        planned = optimizer.plan_step(flat_trees, inputs)
+    flat_params, _, flat_buffers, flat_control = planned.flat_trees
     if options.clip.clip_value is not None and not flat_params.tensor_list.dense_without_history:
         refuse_complex(state.params, flat_params.leaves, "params")
-    return FlatState(state, flat_params, flat_buffers, flat_control, inputs)
+    return FlatState(
+        train_state=state,
+        params=flat_params,
+        buffers=flat_buffers,
+        control=flat_control,
+        optimizer_inputs=planned.inputs,
+        all_writable=planned.all_writable,
+        all_readable=planned.all_readable,
+    )
 
 
 def _check_params(state: TrainState, flat_params: FlatTree) -> None:

@@ -89,10 +89,10 @@ def maybe_step(
     optimizers.
     """
     flat_optimizer = as_flat_optimizer(optimizer)
-    inputs, gradients, _ = flat_optimizer.prepare_by_hand(params, grads, opt_state)
-    skip = as_flag(found_inf, like=next(iter(inputs.params), None))
-    in_place = donate and decide_writes_by_hand(flat_optimizer, inputs, gradients, [skip])[0]
-    return flat_optimizer.run_step(inputs, gradients, skip, in_place=in_place)
+    planned, gradients = flat_optimizer.prepare_by_hand(params, grads, opt_state)
+    skip = as_flag(found_inf, like=next(iter(planned.inputs.params), None))
+    in_place = donate and decide_writes_by_hand(flat_optimizer, planned, gradients, [skip])[0]
+    return flat_optimizer.run_step(planned.inputs, gradients, skip, in_place=in_place)
 
 
 @hint_keywords
@@ -165,17 +165,15 @@ def unscale_and_step(
     scale = scaler.scale
 
     # With the scaler, so that `all_readable` speaks of the scale too.
-    inputs, grads, [flat_scaler] = flat_optimizer.prepare_by_hand(
-        params, scaled_grads, opt_state, scaler
-    )
+    planned, grads = flat_optimizer.prepare_by_hand(params, scaled_grads, opt_state, scaler)
     leaves = grads.tensors if grads.source_leaves is None else grads.source_leaves
     check_device_of_scale(scale, params, leaves, "grads", grads.tensor_list)
     if clip.clip_value is not None and grads.source_leaves is not None:
         refuse_complex(params, grads.source_leaves, "grads")
     in_place = owned = False
     if donate:
-        read_only = [*pytree.all_tensors(flat_scaler.leaves), *clip.tensor_bounds]
-        in_place, owned = decide_writes_by_hand(flat_optimizer, inputs, grads, read_only)
+        read_only = [*pytree.all_tensors(planned.flat_trees[-1].leaves), *clip.tensor_bounds]
+        in_place, owned = decide_writes_by_hand(flat_optimizer, planned, grads, read_only)
     # Not owned under a compiler, which fuses what follows: a write would only add work. Nor beside
     # a user's code, which may raise: nothing is overwritten before it has returned.
     owned &= not (flat_optimizer.runs_user_code or torch.compiler.is_compiling())
@@ -185,11 +183,11 @@ def unscale_and_step(
         amax=amax,
         group=group,
         norm_group=norm_group,
-        all_readable=inputs.all_readable,
+        all_readable=planned.all_readable,
     )
     stats, grads = measure(grads, scale, stats_options)
     decision = decide(stats, clip, grads)
     stepped = flat_optimizer.run_step(
-        inputs, decision.grads, decision.skip_or_none, in_place=in_place
+        planned.inputs, decision.grads, decision.skip_or_none, in_place=in_place
     )
     return Stepped(*stepped, decision.skip, decision.grad_norm, decision.grad_amax)

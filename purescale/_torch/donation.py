@@ -1,8 +1,8 @@
 """Donated memory: which tensors may be overwritten, because they were given up or made here.
 
 donate        an argument of a public function: the caller gives the tensors up
-all_writable  of `OptimizerInputs`, by metadata: each tensor fills a range of memory, is not empty,
-              and requires no gradient
+all_writable  of `PlannedStep`, by metadata: each tensor fills a range of memory, is not empty, and
+              requires no gradient
 can_write     by memory, too: nothing else shares it;  share_no_memory: so for known storages
 MayWrite      the decision of a step (`_step/memory.py`), of all that it is given
 in_place      an argument of an inner function: it writes into what it is given

@@ -32,7 +32,6 @@ from .._step.window_result import (
     all_reduce_totals,
     compute_totals,
     normalize_weights,
-    window_fraction,
 )
 from .._torch.donation import Pointers, storage_pointers
 from .._torch.dtypes import widest_float
@@ -129,14 +128,13 @@ def _accumulate_one(
         owned=out.owned,
         param_list=forward_backward.flat_params.tensor_list,
     )
-    loss, totals_row, _, fraction = _losses_and_totals(prepared, [out.loss], [])
+    loss, totals_row, _ = _mean_loss_and_totals(prepared, [out.loss], [])
     return WindowResult(
         grads,
         loss,
         out.buffers,
         tuple(out.aux),
         totals_row=totals_row,
-        pending_fraction=fraction,
     )
 
 
@@ -217,8 +215,7 @@ def _finish_window(
     are over all ranks.
     """
     options = mean.options
-    averaged = _losses_and_totals(mean.prepared, losses, mean.overflows)
-    loss, totals_row, rank_divisor, fraction = averaged
+    loss, totals_row, rank_divisor = _mean_loss_and_totals(mean.prepared, losses, mean.overflows)
     if reduction is not None:  # the gradients are sent already
         grads = Gradients.of_dense([], mean.pending, owned=mean.off_graph)
     else:
@@ -233,17 +230,16 @@ def _finish_window(
         reduction=reduction,
         totals_row=totals_row,
         excludes_overflows=options.drops_microbatches,
-        pending_fraction=fraction,
     )
 
 
-def _losses_and_totals(
+def _mean_loss_and_totals(
     prepared: PreparedStep,
     losses: list[Tensor],
     overflows: list[Tensor],
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the loss of a window and its totals, over all ranks of a group, the divisor of this
-    rank's mean there, and the part of a full window that counts.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the mean loss of a window and its totals, over all ranks of a group, and the divisor
+    of this rank's mean there.
     """
     options, context = prepared.options, prepared.flat_state.optimizer_inputs.context
     loss, weight = losses[0], prepared.weights.unnormalized
@@ -265,9 +261,4 @@ def _losses_and_totals(
         loss = torch.full((), average, dtype=dtype, device=device)
     elif len(losses) > 1:
         loss = torch.stack(losses).mean(dtype=widest_float(device)).to(dtype)
-    fraction = window_fraction(options, totals_row, len(losses), device)
-    if fraction is not None:
-        loss = loss * fraction
-    if loss.dtype is not dtype:
-        loss = loss.to(dtype)
-    return loss, totals_row, rank_divisor, fraction
+    return loss if loss.dtype is dtype else loss.to(dtype), totals_row, rank_divisor

@@ -12,23 +12,27 @@ from torch import Tensor
 from .._distributed.buckets import Reduction, mean_divisor, reduction_of
 from .._distributed.process_group import Group, all_reduce
 from .._grads.accumulate import is_valid_weight
-from .._step.prepare import FlatState
+from .._step.prepare import FlatState, PreparedStep
 from .._step.window_mean import WindowMean
-from .._step.window_result import WindowResult
+from .._step.window_result import WindowResult, window_fraction
 from .._torch import donation
 from .._torch.dtypes import wide_dtype
 from .._tree.gradients import Gradients
 from .._tree.pytree import Leaves
 
 
-def reduce_window(window: WindowResult, flat_state: FlatState) -> WindowResult:
-    """Return the window of all ranks, with the mean times `pending_fraction`."""
+def reduce_window(window: WindowResult, prepared: PreparedStep) -> WindowResult:
+    """Return the window of all ranks. Of a part of a full window, mean and loss are multiplied by
+    that part.
+    """
     if window.reduction is not None:
-        window = _reduce_over_ranks(window, window.reduction, flat_state)
-    if window.pending_fraction is None:
+        window = _reduce_over_ranks(window, window.reduction, prepared.flat_state)
+    loss, num_microbatches = window.loss, len(prepared.microbatches)
+    fraction = window_fraction(prepared.options, window.totals_row, num_microbatches, loss.device)
+    if fraction is None:
         return window
-    grads = window.grads.multiplied(window.pending_fraction)
-    return window._replace(grads=grads, pending_fraction=None)
+    grads = window.grads.multiplied(fraction)
+    return window._replace(grads=grads, loss=(loss * fraction).to(loss.dtype))
 
 
 def _reduce_over_ranks(

@@ -186,7 +186,7 @@ def _run_stages(prepared: PreparedStep) -> tuple[TrainState, StepInfo]:
 
     def run_window(scaler: HasScale) -> MeasuredWindow:
         window = accumulate(prepared, scaler.scale, memory)
-        window = reduce_window(window, flat_state)
+        window = reduce_window(window, prepared)
         # Still scaled, unless the check has divided them.
         stats, grads = measure(window.grads, scaler.scale, stats_options)
         window = window._replace(grads=grads)

@@ -36,8 +36,7 @@ class WindowResult(NamedTuple):
 
     # the mean; before `reduce_window` has run that of this rank, or empty if it is sent already
     grads: Gradients
-    # the mean over the microbatches that count and are not dropped, times the part of `window_size`
-    loss: Tensor
+    loss: Tensor  # the mean over the microbatches that count and are not dropped
     buffers: Leaves
     aux: tuple[Any, ...]
     reduction: Reduction | None = None  # on its way to the other ranks
@@ -45,8 +44,6 @@ class WindowResult(NamedTuple):
     totals_row: Tensor | None = None
     # Microbatches that overflowed are not in the mean. False for a single one without a group.
     excludes_overflows: bool = False
-    # the part of `window_size` that counts, by which the mean is still to be multiplied; None for 1
-    pending_fraction: Tensor | None = None
 
 
 class Totals(NamedTuple):

@@ -203,7 +203,7 @@ from ._step.unscale_and_step import Stepped as Stepped
 
 from ._step.train_state import init_train_state as init_train_state, TrainState as TrainState
 from ._step.train_step import train_step as train_step
-from ._step.train_state import StepInfo as StepInfo, stack_infos as stack_infos
+from ._step.step_info import StepInfo as StepInfo, stack_infos as stack_infos
 from ._step.spike_guard import Guard as Guard, SpikeGuard as SpikeGuard, check_guard as check_guard
 from ._jit.jit import jit as jit
 from ._jit.scan_steps import scan_steps as scan_steps

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._loss_scale.rules import Rule, call_rule, check_rule, takes_amax
+from ._loss_scale.rules import Rule, call_rule, checked_rule_traits, takes_amax
 from ._torch.autocast import outside_autocast
 from ._tree import pytree, scalars
 from ._tree.leaves import describe
@@ -96,7 +96,7 @@ def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
     """Return the stacked states and flags of a run. `step` gives the flag of a step, and what the
     rule gets: found_inf and amax.
     """
-    check_rule(rule)
+    checked_rule_traits(rule)
     scaler = rule.init(series.device)
     first, structure = pytree.flatten(scaler)
     rows, flags = [first], [torch.zeros_like(series[:0], dtype=torch.bool)]

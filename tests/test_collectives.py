@@ -463,9 +463,9 @@ def test_ranks_compare_each_setting_of_a_step_but_those_of_a_rank():
     own = {"loss_fn", "group", "donate", "rule_traits"}
     none = dict.fromkeys(options_of_step.TrainStepOptions._fields)
     options = options_of_step.TrainStepOptions(
-        **none | {"clip": clip.as_clip_settings(None, None, 2.0)}
+        **none | {"clip": clip.as_clip_options(None, None, 2.0)}
     )
     agreed_settings = options.agreed_settings.keys()
-    bounds = set(clip.ClipSettings._fields)
+    bounds = set(clip.ClipOptions._fields)
     assert set(options._fields) - own - {"clip"} == agreed_settings - bounds
     assert bounds <= agreed_settings

@@ -417,4 +417,4 @@ def test_an_update_whose_signature_python_does_not_know_is_taken():
     class Rule(ps.DynamicScale):
         update = max
 
-    assert not rules.check_rule(Rule()).takes_amax
+    assert not rules.checked_rule_traits(Rule()).takes_amax

@@ -6,8 +6,8 @@ another norm, one pass gives overflow and largest magnitude, and another one the
 
 Entry: `measure.measure`, whose specification is `measure.measure_exactly`, of which
 `local_stats.local_stats` is the part of one rank, and `stats_over_ranks` what several tell each
-other; `clip.as_clip_settings` and `clip.clip_factor`; `accumulate.accumulate_grads`, a running mean
+other; `clip.as_clip_options` and `clip.clip_factor`; `accumulate.accumulate_grads`, a running mean
 for a loop by hand. `Gradients` are in `_tree`, because optimizers take them too.
-Hands on: `measure.GradStats`; `clip.ClipSettings`, the bounds of a step; `accumulate.AccumState`.
+Hands on: `measure.GradStats`; `clip.ClipOptions`, the bounds of a step; `accumulate.AccumState`.
 May import: `_distributed`, `_tree`, `_torch`.
 """

@@ -20,9 +20,9 @@ from .._tree.gradients import Gradients
 from .._tree.hints import document_fields
 from .._tree.leaves import are_real_floating, dense
 from .._tree.matching import (
+    are_dense_alike,
     check_leaves,
     device_of,
-    have_same_metadata,
     leaves_like,
     matching_leaves,
 )
@@ -435,7 +435,7 @@ def _flatten_both(accum: AccumState, grads: Tree) -> tuple[Gradients, Gradients,
     """
     means, structure = pytree.flatten(accum.grads)
     leaves = leaves_like("grads", grads, "accum.grads", accum.grads, structure)
-    if have_same_metadata(means, leaves) and are_real_floating({mean.dtype for mean in means}):
+    if are_dense_alike(means, leaves) and are_real_floating({mean.dtype for mean in means}):
         return Gradients.of_dense(means), Gradients.of_dense(leaves), structure
     check_leaves(accum.grads, leaves, "grads", "gradient")
     pairs = list(zip(leaves, means, strict=True))

@@ -24,7 +24,7 @@ from .._tree.pytree import Tree, TreeT
 from .._tree.scalars import as_float, checked_bound, short_repr
 
 
-class ClipSettings(NamedTuple):
+class ClipOptions(NamedTuple):
     """The bounds for the averaged, unscaled gradients of a step."""
 
     max_norm: float | Tensor | None
@@ -37,12 +37,12 @@ class ClipSettings(NamedTuple):
         return [bound for bound in (self.max_norm, self.clip_value) if isinstance(bound, Tensor)]
 
 
-def as_clip_settings(max_norm: Any, clip_value: Any, norm_type: Any) -> ClipSettings:
+def as_clip_options(max_norm: Any, clip_value: Any, norm_type: Any) -> ClipOptions:
     """Return the bounds as floats and tensors; refuse a number that is not above 0."""
     p = as_norm_type(norm_type)
     max_norm = None if max_norm is None else checked_bound("max_norm", max_norm)
     value = None if clip_value is None else checked_bound("clip_value", clip_value)
-    return ClipSettings(max_norm, value, None if max_norm is None else p)
+    return ClipOptions(max_norm, value, None if max_norm is None else p)
 
 
 def as_norm_type(norm_type: Any) -> float:

@@ -133,11 +133,13 @@ def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | N
     return LocalStats(amaxes, norm_of_norms(norms, norm_type))
 
 
-# The largest magnitude of each dtype, and norms of parts, none if p is None.
+# The largest magnitude of each dtype, and norms of parts, none if norm_type is None.
 _AmaxesAndNorms: TypeAlias = tuple[dict[torch.dtype, Tensor], list[Tensor]]
 
 
-def _inline_stats(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> _AmaxesAndNorms:
+def _inline_stats(
+    tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | None
+) -> _AmaxesAndNorms:
     """Return stats in plain operators. Many tensors are joined: a compiler takes seconds for each
     dozen of reductions.
     """
@@ -150,15 +152,17 @@ def _inline_stats(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(_at_least_float32(tensor.abs().amax()))
     amaxes = {dtype: torch.stack(each).amax() for dtype, each in by_dtype.items()}
-    if p is None or not amaxes:
+    if norm_type is None or not amaxes:
         return amaxes, []
     # In the derivative of a step that is skipped, 0 * inf would be NaN.
     finite = LocalStats(amaxes, None).are_finite(divisor)
     divisor, *tensors = [torch.where(finite, x, x.detach()) for x in (divisor, *tensors)]
-    return amaxes, [_vector_norm(tensor, p, divisor) for tensor in tensors]
+    return amaxes, [_vector_norm(tensor, norm_type, divisor) for tensor in tensors]
 
 
-def _list_stats(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> _AmaxesAndNorms:
+def _list_stats(
+    tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | None
+) -> _AmaxesAndNorms:
     """`_inline_stats` over lists: on an accelerator the number of operators does not grow."""
     amaxes, norms = {}, []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -170,8 +174,8 @@ def _list_stats(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> 
             ends = [end for rows in _rows(same) for end in torch.aminmax(rows)]
             amax = _at_least_float32(torch.stack(ends)).abs().amax()
         amaxes[dtype] = amax
-        if p is not None:
-            norms.append(_norm_of_list(same, p, amax, divisor))
+        if norm_type is not None:
+            norms.append(_norm_of_list(same, norm_type, amax, divisor))
     return amaxes, norms
 
 
@@ -188,14 +192,14 @@ def _join_small(tensors: list[Tensor]) -> list[Tensor]:
 _JOINED = 2**18  # elements
 
 
-def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor) -> Tensor:
+def _norm_of_list(tensors: list[Tensor], norm_type: float, amax: Tensor, divisor: Tensor) -> Tensor:
     """Return the p-norm of `tensors / divisor`, of one dtype, whose largest magnitude is `amax`."""
     widest = widest_float(tensors[0].device)
-    if p == math.inf:
+    if norm_type == math.inf:
         return (amax / divisor).to(widest)
-    if tensors[0].dtype.itemsize <= 4 and widest is torch.float64 and p <= _SAFE_POWER:
+    if tensors[0].dtype.itemsize <= 4 and widest is torch.float64 and norm_type <= _SAFE_POWER:
         norm: Tensor = torch.linalg.vector_norm(
-            torch.stack(listops.norm(tensors, p, dtype=widest)), p
+            torch.stack(listops.norm(tensors, norm_type, dtype=widest)), norm_type
         )
         return norm / divisor
     # In units of the largest magnitude: what underflows then adds nothing to the norm.
@@ -203,35 +207,35 @@ def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor
     tensors = cast_list_saturating(
         tensors, unit.dtype
     )  # a quotient in half precision would be rounded
-    norms = listops.norm(listops.div(tensors, unit), p, dtype=widest)
-    in_units: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
+    norms = listops.norm(listops.div(tensors, unit), norm_type, dtype=widest)
+    in_units: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return in_units * (unit / divisor)
 
 
 _SAFE_POWER = 4  # float64 holds this power of the largest float32, and sums of it
 
 
-def _vector_norm(values: Tensor, p: float, divisor: Tensor) -> Tensor:
+def _vector_norm(values: Tensor, norm_type: float, divisor: Tensor) -> Tensor:
     """Return the p-norm of `values / divisor` in the widest dtype of the device, even if powers
     overflow there.
     """
     widest = widest_float(values.device)
-    if values.dtype.itemsize <= 4 and widest is torch.float64 and p <= _SAFE_POWER:
-        return torch.linalg.vector_norm(values, p, dtype=widest) / divisor
+    if values.dtype.itemsize <= 4 and widest is torch.float64 and norm_type <= _SAFE_POWER:
+        return torch.linalg.vector_norm(values, norm_type, dtype=widest) / divisor
     values = _at_least_float32(values)
     unit = _unit(values.detach().abs().amax())  # the norm does not depend on it
-    norm: Tensor = torch.linalg.vector_norm(values / unit, p, dtype=widest)
+    norm: Tensor = torch.linalg.vector_norm(values / unit, norm_type, dtype=widest)
     return norm * (unit / divisor)
 
 
-def norm_of_norms(norms: Sequence[Tensor], p: float) -> Tensor:
+def norm_of_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the p-norm of all tensors from the p-norms of parts."""
     if len(norms) == 1:
         return norms[0]
     stacked = torch.stack(list(norms))
-    if p == math.inf:
+    if norm_type == math.inf:
         return stacked.amax()
-    return _vector_norm(stacked, p, torch.ones_like(norms[0]))
+    return _vector_norm(stacked, norm_type, torch.ones_like(norms[0]))
 
 
 def _unit(amax: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class RuleTraits(NamedTuple):
     is_dynamic: bool = False  # `update` is that of `DynamicScale`
 
 
-def check_rule(rule: Any) -> RuleTraits:
+def checked_rule_traits(rule: Any) -> RuleTraits:
     """Refuse an object that is not a rule, and an `update` that does not match `takes_amax`. Return
     the traits of a rule.
     """

@@ -6,7 +6,7 @@ do not reach the function, and a call does not change the module.
 
 once:    model -> registered_tensors (their names, state attributes among them) -> recipe_of
          -> Recipe (rows of all objects) -> with_modes, one for train=False and one for train=True
-a call:  params, buffers -> Recipe.make -> ModelCopy -> its forward -> after_forward.new_buffers
+a call:  params, buffers -> Recipe.make_copy -> ModelCopy -> its forward -> new_buffers
          The first ones also warn of state that the copy takes with it: lost_state.py
 
 Entry: `functional.make_functional`, `load_into.load_into`, its inverse, `policy.with_policy`,

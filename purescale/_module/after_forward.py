@@ -26,7 +26,7 @@ from .._torch.tracing import (
 from .._tree import pytree
 from .._tree.leaves import is_constant, versions
 
-_FIX = (
+_PARAMETER_FIX = (
     "A parameter is an argument here. Fix: compute with a changed copy in forward, or change "
     "params between steps. If the forward alone moves it, like a codebook, call "
     "`requires_grad_(False)` on it before make_functional: it is then a buffer."
@@ -115,7 +115,7 @@ def _replaced_buffers(copy: ModelCopy, own_buffers: Tensors) -> Tensors:
             if name not in own_buffers:
                 raise RuntimeError(
                     f"the forward of the model {'removed' if value is None else 'replaced'} its "
-                    f"parameter {name}. {_FIX}"
+                    f"parameter {name}. {_PARAMETER_FIX}"
                 )
             new[name] = _new_buffer(
                 name, value, own_buffers[name], is_attribute=not first.in_registry
@@ -155,7 +155,9 @@ def _new_buffer(name: str, value: Any, before: Tensor, *, is_attribute: bool) ->
 # ---- writes into tensors that are not the forward's own ------------------------------------------
 
 
-def stamps(tensors: Collection[Tensor], transformed: bool, *, addresses: bool) -> list[int]:
+def versions_and_addresses(
+    tensors: Collection[Tensor], transformed: bool, *, addresses: bool
+) -> list[int]:
     """Return what a write changes: for each tensor the count of writes, and with `addresses` after
     these for each its address, which a new `.data` moves. In a transform tensors have none.
     """
@@ -177,7 +179,7 @@ def check_writes(tensors: Tensors, before: list[int], after: list[int], values: 
         if not torch.allclose(tensors[name], value, rtol=0, atol=0, equal_nan=True)
     ]
     for name in written[:1]:
-        kind, cure = f"parameter {name}, so params[{name!r}] changed", _FIX
+        kind, cure = f"parameter {name}, so params[{name!r}] changed", _PARAMETER_FIX
         if is_constant(tensors[name]):
             kind = f"buffer {name}, which is not dense and therefore a constant"
             cure = f"buffers[{name!r}] has changed. Fix: `.to_dense()` it before make_functional."
@@ -188,7 +190,7 @@ def check_writes(tensors: Tensors, before: list[int], after: list[int], values: 
 
 
 @private.only_inlined
-def rerun_under(modes: list[Any], modules: list[nn.Module]) -> None:
+def keep_modes_for_rerun(modes: list[Any], modules: list[nn.Module]) -> None:
     """Let what runs again run under these function modes, even after they were exited."""
     for module in modules:
         vars(module)["forward"] = functools.partial(_call_under, modes, _weak_forward(module))

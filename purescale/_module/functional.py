@@ -15,9 +15,9 @@ from torch import nn
 from .._module.after_forward import (
     check_registrations,
     check_writes,
+    keep_modes_for_rerun,
     new_buffers,
-    rerun_under,
-    stamps,
+    versions_and_addresses,
 )
 from .._module.lost_state import NewTensors, warn_of_attributes, watch_backward
 from .._module.recipe import ModelCopy, Recipe
@@ -126,7 +126,7 @@ class Apply:
             tensors[name] = params[name].clone()
         watched = params | {name: buffers[name] for name in constants} if constants else params
         is_first = has_graph and train and history.compares_values and not transformed
-        before = stamps(watched.values(), transformed, addresses=is_first)
+        before = versions_and_addresses(watched.values(), transformed, addresses=is_first)
         values: Tensors = {}  # to find writes through `.data`, once
         if is_first:
             history.compares_values = False
@@ -150,7 +150,7 @@ class Apply:
 
         if filled:
             check_registrations(copy)
-        after = stamps(watched.values(), transformed, addresses=is_first)
+        after = versions_and_addresses(watched.values(), transformed, addresses=is_first)
         if after != before or values:
             check_writes(watched, before, after, values)
         if train in history.first_calls and not callable(call.method):
@@ -162,7 +162,7 @@ class Apply:
             # codebook, writes into them.
             new = _copies(new, constants, one_by_one=transformed)
             if modes := private.function_modes():
-                rerun_under(modes, copy.modules())
+                keep_modes_for_rerun(modes, copy.modules())
         return out, new
 
     @private.only_inlined
@@ -171,7 +171,7 @@ class Apply:
     ) -> tuple[ModelCopy, Any, Tensors]:
         """Run the forward in a copy of the model, and read the buffers that it leaves there."""
         args, kwargs, _, method = call
-        copy = recipe.make(tensors)
+        copy = recipe.make_copy(tensors)
         if method is None:
             out = copy.root(*args, **kwargs)
         elif isinstance(method, str):
@@ -421,7 +421,7 @@ def _modes_of(model: nn.Module, recipe: Recipe, tensors: Tensors) -> tuple[list[
 
     def modes_after(change: Callable[[nn.Module], Any]) -> list[bool]:
         # With its own containers, because it may install hooks.
-        copy = recipe.with_own_empty().make(_detached_copies(tensors))
+        copy = recipe.with_own_empty().make_copy(_detached_copies(tensors))
         change(copy.root)
         return [module.training for module in copy.modules()]
 

@@ -53,7 +53,7 @@ def warn_of_attributes(
             were any, until the second one. All modes are removed after a warning.
     """
     first = first_calls.pop(train, {})
-    changed, new_tensors = _changes(recipe.make(copy.arguments), copy, trains=train)
+    changed, new_tensors = _changes(recipe.make_copy(copy.arguments), copy, trains=train)
     for names, bits in new_tensors.items():
         before = first.get(names)
         if bits and before and bits[0] == before[0] and bits[1] != before[1]:

@@ -103,7 +103,7 @@ class Recipe:
     key: str  # of the layout
 
     @private.only_inlined
-    def make(self, arguments: Tensors) -> ModelCopy:
+    def make_copy(self, arguments: Tensors) -> ModelCopy:
         """Return a copy of the model around `arguments`."""
         is_compiling = torch.compiler.is_dynamo_compiling()
         layout = layout_of(self.key) if is_compiling else self.layout

@@ -24,7 +24,7 @@ def flatten_nothing() -> None:
     """Do nothing, in place of `RNNBase.flatten_parameters`."""
 
 
-COMPUTED = (
+COMPUTED_TENSOR_ERROR = (
     "{} of the model was computed from a parameter or buffer, or is a view of one, made before "
     "make_functional: it would not change with params. Fix: compute it in forward; if it is state "
     "that forward keeps, name it in `make_functional(model, state_attributes=...)`."

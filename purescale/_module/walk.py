@@ -42,7 +42,12 @@ from .._module.registered import (
     Tensors,
     keys_of,
 )
-from .._module.substitutes import COMPUTED, LocalSyncBatchNorm, Unreadable, flatten_nothing
+from .._module.substitutes import (
+    COMPUTED_TENSOR_ERROR,
+    LocalSyncBatchNorm,
+    Unreadable,
+    flatten_nothing,
+)
 from .._torch import private
 from .._torch.donation import storage_pointer
 
@@ -131,7 +136,7 @@ class _Walk:
         if isinstance(obj, Tensor):
             if obj.is_leaf and storage_pointer(obj) not in self.memories:
                 return self._add(self.plain_tensors, obj, obj.detach().clone())
-            return self._add(self.shared_parts, obj, Unreadable(COMPUTED.format(path)))
+            return self._add(self.shared_parts, obj, Unreadable(COMPUTED_TENSOR_ERROR.format(path)))
         if cls.__name__ == "OptimizedModule":  # by torch.compile: what it compiles
             self.identities[id(obj)] = self._visit(obj._orig_mod, path)
             return self.identities[id(obj)]

@@ -117,7 +117,7 @@ class FlatOptimizer:
         """Return parameters and state after one step, in fresh memory. A parameter whose gradient
         is None does not change, as in torch.optim.
         """
-        planned, gradients = self.prepare_by_hand(params, grads, opt_state)
+        planned, gradients = self.plan_step_by_hand(params, grads, opt_state)
         return self.run_step(planned.inputs, gradients)
 
     def grad_mode(self, context: CallContext) -> torch.set_grad_enabled:
@@ -137,7 +137,7 @@ class FlatOptimizer:
         Schedules run here, before any work.
         """
 
-    # ---- a step, prepared
+    # ---- a step, planned
 
     @functools.cached_property
     def cache(self) -> TreeCache:
@@ -157,11 +157,11 @@ class FlatOptimizer:
         """
         if not (self.caches_plans and context.reuses_plans):  # Dynamo cannot make the cache
             return None
-        if (hit := self.cache.find(context, trees)) is None:
+        if (hit := self.cache.find_trees(context, trees)) is None:
             return None
         flat_trees, cached = hit
         flat_params, flat_opt_state = flat_trees[:2]
-        inputs = OptimizerInputs.of_dense(
+        inputs = OptimizerInputs.of_dense_without_history(
             context,
             cached.param_structure,
             flat_params,
@@ -191,10 +191,10 @@ class FlatOptimizer:
                 all_writable=writable,
                 all_readable=readable,
             )
-            self.cache.insert(context, flat_trees, cached)
+            self.cache.add_trees(context, flat_trees, cached)
         return PlannedStep(inputs, flat_trees, writable, readable)
 
-    def prepare_by_hand(
+    def plan_step_by_hand(
         self, params: Tree, grads: Tree, opt_state: Tree, *others: Tree
     ) -> tuple[PlannedStep, Gradients]:
         """Return the planned step over these and other trees, and its gradients. Refuse, naming the

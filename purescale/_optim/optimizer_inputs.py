@@ -44,7 +44,7 @@ class OptimizerInputs(NamedTuple):
     step_settings: Any = None  # what `FlatOptimizer.evaluate_settings` returned
 
     @classmethod
-    def of_dense(
+    def of_dense_without_history(
         cls,
         context: CallContext,
         param_structure: ParamStructure,
@@ -168,7 +168,9 @@ def make_optimizer_inputs(
     is_present = [leaf is not None for leaf in leaves]
     param_structure = ParamStructure.of_names(flat_params.structure, names, is_present, has_grad)
     if dense_without_history:
-        return OptimizerInputs.of_dense(context, param_structure, flat_params, flat_opt_state)
+        return OptimizerInputs.of_dense_without_history(
+            context, param_structure, flat_params, flat_opt_state
+        )
     leaves = [  # torch's kernels ignore lazy negation
         leaf.resolve_conj().resolve_neg()
         if isinstance(leaf, Tensor) and is_unresolved(leaf)

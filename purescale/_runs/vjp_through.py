@@ -15,11 +15,11 @@ from torch import Tensor
 from .._jit.jit import Jitted, jit
 from .._jit.scan_steps import pair_of
 from .._loss_scale.headroom import grad_amax
-from .._loss_scale.rules import HasScale, NoScale, Rule, call_rule, check_rule, takes_amax
+from .._loss_scale.rules import HasScale, NoScale, Rule, call_rule, checked_rule_traits, takes_amax
 from .._loss_scale.scaling import unscale_and_check
 from .._runs.kept_states import KeptStates, Moment, plan_kept_steps, steps_to_keep
 from .._step.random_state import Generators
-from .._step.retry import backed_off
+from .._step.retry import lower_scale
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import GraphEndError, refuse_in_trace_or_capture, traced, whole_graph
 from .._tree import pytree, scalars
@@ -488,7 +488,7 @@ def _pulled_back(
         by_state, by_wrt, overflow, amax = pull(*at, *after[:2], scaler)
         if not overflow:
             return _Derivatives(by_state, by_wrt, call_rule(rule, scaler, overflow, amax))
-        lower = backed_off(rule, scaler)
+        lower = lower_scale(rule, scaler)
         if lower is None:
             raise FloatingPointError(
                 f"the derivative through step {index} is not finite, at a scale of "
@@ -521,4 +521,4 @@ def _check(step: Any, items: Any, rule: Any) -> None:
     if not len(items):
         raise ValueError("items is empty; a run has at least one step.")
     if rule is not None:
-        check_rule(rule)
+        checked_rule_traits(rule)

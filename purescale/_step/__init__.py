@@ -7,9 +7,11 @@ selected.
 
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `unscale_and_step.unscale_and_step` or `unscale_and_step.maybe_step`.
-Hands on: the next `train_state.TrainState` and a `train_state.StepInfo`; between the stages
-`prepare.PreparedStep`, `window_result.MicrobatchWeights`, `WindowResult` and `MeasuredWindow`,
-`memory.ArgumentMemory` and `MayWrite`, `decide.Decision`. Settings travel as
-`options.TrainStepOptions`.
+Below the stages: `forward_backward` and `backward`, the gradients of one microbatch;
+`window_mean` and `window_result`, the mean of several; `random_state`, the generators of a window;
+`spike_guard`, a guard.
+Hands on: the next `train_state.TrainState` and a `step_info.StepInfo`; between the stages
+`prepare.PreparedStep` with its `options.TrainStepOptions`, `window_result.MicrobatchWeights`,
+`WindowResult` and `MeasuredWindow`, `memory.ArgumentMemory` and `MayWrite`, `decide.Decision`.
 May import: `_loss_scale`, `_grads`, `_batch_norm`, `_optim`, `_distributed`, `_tree`, `_torch`.
 """

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._grads.clip import ClipSettings, clip_factor, clip_factor_of_number, is_unbounded
+from .._grads.clip import ClipOptions, clip_factor, clip_factor_of_number, is_unbounded
 from .._grads.measure import GradStats, norm_as_tensor
 from .._step.spike_guard import Guard
 from .._step.window_result import WindowFlags, WindowResult
@@ -60,7 +60,7 @@ def call_guard(
 
 def decide(
     stats: GradStats,
-    clip: ClipSettings,
+    clip: ClipOptions,
     grads: Gradients,
     flags: WindowFlags | None = None,
     guard_rejects: Tensor | None = None,

@@ -93,7 +93,7 @@ class ForwardBackward:
         if not (context.traced or (dense_without_history and not scale.is_inference())):
             *self.present_params, self.scale = _normal_tensors([*self.present_params, self.scale])
 
-    def __call__(
+    def run(
         self,
         buffers: Leaves,
         microbatch: Any,

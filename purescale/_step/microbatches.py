@@ -121,7 +121,7 @@ def _accumulate_one(
 ) -> WindowResult:
     """Return the result of a single microbatch. Its gradients are the mean, still scaled."""
     microbatch, pointers = _make_microbatch(prepared.microbatches[0], memory.pointers)
-    out = forward_backward(forward_backward.flat_buffers.leaves, microbatch, pointers)
+    out = forward_backward.run(forward_backward.flat_buffers.leaves, microbatch, pointers)
     grads = Gradients.of_leaves(
         out.grads,
         Pending(divisor=forward_backward.scale),
@@ -156,19 +156,21 @@ def _accumulate_several(
         microbatch, pointers = _make_microbatch(entry, pointers)
         if reduction is not None and index == last:
             send = functools.partial(send_gradient, mean, reduction)
-            out = forward_backward(buffers, microbatch, pointers, on_grad=send)
+            out = forward_backward.run(buffers, microbatch, pointers, on_grad=send)
         elif streams_gradients and counts:
             add = functools.partial(mean.add_gradient, index)
-            out = forward_backward(buffers, microbatch, pointers, on_grad=add, refuse_repeats=False)
+            out = forward_backward.run(
+                buffers, microbatch, pointers, on_grad=add, refuse_repeats=False
+            )
         else:
             # The first gradients of a sum become the sum; others are only read.
             first = mean.sums is None and not options.drops_microbatches
             if forward_backward.create_graph:
                 # The graph of one microbatch at a time: each is made again in the backward.
                 arguments = buffers, microbatch, pointers
-                out = checkpoint(forward_backward, *arguments, use_reentrant=False)
+                out = checkpoint(forward_backward.run, *arguments, use_reentrant=False)
             else:
-                out = forward_backward(buffers, microbatch, pointers, owned=first)
+                out = forward_backward.run(buffers, microbatch, pointers, owned=first)
             counts = mean.add_microbatch_grads(index, out.grads)
         # If a microbatch is dropped, what it did to the buffers is too.
         if isinstance(counts, Tensor):

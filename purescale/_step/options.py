@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
-from .._grads.clip import ClipSettings
+from .._grads.clip import ClipOptions
 from .._loss_scale.rules import Rule, RuleTraits, StaticScale
 from .._optim.optimizer import FlatOptimizer
 from .._step.forward_backward import LossFn
@@ -28,7 +28,7 @@ class TrainStepOptions(NamedTuple):
     loss_fn: LossFn
     optimizer: FlatOptimizer
     rule: Rule[Any]
-    clip: ClipSettings
+    clip: ClipOptions
     weight_fn: Callable[[Any], float | Tensor] | None
     on_nonfinite: OnNonfinite
     bn_update: BNUpdate

@@ -45,7 +45,7 @@ def run_with_retries(prepared: PreparedStep, run_window: RunWindow) -> MeasuredW
                 best = attempt
             lower = None
             if retries < options.max_retries and bool(attempt.retryable):
-                lower = backed_off(options.rule, scaler)
+                lower = lower_scale(options.rule, scaler)
             if lower is None:
                 return best._replace(retries=retries)
             scaler, retries = lower, retries + 1
@@ -63,7 +63,7 @@ def _run_once(state: TrainState, run_window: RunWindow, scaler: HasScale) -> Mea
 _MAX_UPDATES = 100  # overflows that a rule may let pass before it lowers the scale
 
 
-def backed_off(rule: Rule[Any], scaler: HasScale) -> HasScale | None:
+def lower_scale(rule: Rule[Any], scaler: HasScale) -> HasScale | None:
     """Return the first state with a lower scale, or a usable one, that overflows lead to; None at
     the smallest scale. Syncs with the host.
     """

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
-from .._grads.clip import as_clip_settings
+from .._grads.clip import as_clip_options
 from .._grads.measure import measure
-from .._loss_scale.rules import HasScale, Rule, check_rule
+from .._loss_scale.rules import HasScale, Rule, checked_rule_traits
 from .._optim.optimizer import Optimizer, as_flat_optimizer
 from .._step.agree import prepare_on_all_ranks
 from .._step.decide import call_guard, decide
@@ -26,7 +26,8 @@ from .._step.prepare import PreparedStep, prepare_state
 from .._step.reduce import reduce_window
 from .._step.retry import run_with_retries
 from .._step.spike_guard import Guard, check_guard_state
-from .._step.train_state import StepInfo, TrainState
+from .._step.step_info import StepInfo
+from .._step.train_state import TrainState
 from .._step.window_result import MeasuredWindow, window_flags
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import refuse_in_capture, refuse_in_trace_or_capture
@@ -152,7 +153,7 @@ def train_step(
             loss_fn=loss_fn,
             optimizer=as_flat_optimizer(optimizer),
             rule=rule,
-            clip=as_clip_settings(max_norm, clip_value, norm_type),
+            clip=as_clip_options(max_norm, clip_value, norm_type),
             weight_fn=weight_fn,
             on_nonfinite=on_nonfinite,
             bn_update=bn_update,
@@ -161,7 +162,7 @@ def train_step(
             donate=donate,
             guard=guard,
             window_size=window_size,
-            rule_traits=check_rule(rule),
+            rule_traits=checked_rule_traits(rule),
         )
         check_options(options)
         _check_arguments(state, microbatches, options)
@@ -201,7 +202,8 @@ def _run_stages(prepared: PreparedStep) -> tuple[TrainState, StepInfo]:
     decision = decide(stats, options.clip, window.grads, measured.flags, guard_rejects)
     # Before anything is overwritten: what rule and guard return may be refused.
     control = advance_control(prepared, measured, decision, guard_state)
-    # It unscales and clips too: what is pending in `decision.grads`.
+    # It unscales and clips too, what is pending in `decision.grads`: for a class of torch in
+    # `KernelOrFormulaOptimizer.step_or_skip`.
     stepped = options.optimizer.run_step(
         flat_state.optimizer_inputs,
         decision.grads,

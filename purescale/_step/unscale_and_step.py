@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._distributed.process_group import Group
-from .._grads.clip import as_clip_settings, refuse_complex
+from .._grads.clip import as_clip_options, refuse_complex
 from .._grads.measure import StatsOptions, measure
 from .._loss_scale.rules import HasScale
 from .._loss_scale.scaling import check_device_of_scale
@@ -89,7 +89,7 @@ def maybe_step(
     optimizers.
     """
     flat_optimizer = as_flat_optimizer(optimizer)
-    planned, gradients = flat_optimizer.prepare_by_hand(params, grads, opt_state)
+    planned, gradients = flat_optimizer.plan_step_by_hand(params, grads, opt_state)
     skip = as_flag(found_inf, like=next(iter(planned.inputs.params), None))
     in_place = donate and decide_writes_by_hand(flat_optimizer, planned, gradients, [skip])[0]
     return flat_optimizer.run_step(planned.inputs, gradients, skip, in_place=in_place)
@@ -160,12 +160,12 @@ def unscale_and_step(
         >>> unscale_and_step(sgd, scaler, params, grads, sgd.init(params)).params
         {'w': tensor([0.5000])}
     """
-    clip = as_clip_settings(max_norm, clip_value, norm_type)
+    clip = as_clip_options(max_norm, clip_value, norm_type)
     flat_optimizer = as_flat_optimizer(optimizer)
     scale = scaler.scale
 
     # With the scaler, so that `all_readable` speaks of the scale too.
-    planned, grads = flat_optimizer.prepare_by_hand(params, scaled_grads, opt_state, scaler)
+    planned, grads = flat_optimizer.plan_step_by_hand(params, scaled_grads, opt_state, scaler)
     leaves = grads.tensors if grads.source_leaves is None else grads.source_leaves
     check_device_of_scale(scale, params, leaves, "grads", grads.tensor_list)
     if clip.clip_value is not None and grads.source_leaves is not None:

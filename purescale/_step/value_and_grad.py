@@ -115,7 +115,7 @@ def _value_and_grad(
         loss_fn,
         context,
     )
-    out = forward_backward(flat_buffers.leaves, microbatch, memory.pointers)
+    out = forward_backward.run(flat_buffers.leaves, microbatch, memory.pointers)
     check_unwritten(memory.batch_tensors, before)
     new_buffers = flat_buffers.structure.unflatten(out.buffers)
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
@@ -129,7 +129,7 @@ def _flatten(
 ) -> tuple[list[FlatTree], ParamStructure]:
     """Check parameters, buffers and scaler. Return them flat, and the structure of the first."""
     trees = params, buffers, () if scaler is None else scaler
-    if cached := _cache.find(context, trees):
+    if cached := _cache.find_trees(context, trees):
         return cached
     flat_trees = list(map(FlatTree.of, trees))
     flat_params, flat_buffers, flat_scaler = flat_trees
@@ -153,5 +153,5 @@ def _flatten(
     check_device_of_scale(scale, params, flat_params.leaves, "params", flat_params.tensor_list)
     param_structure = ParamStructure.of(flat_params)
     if scaler is not None:
-        _cache.insert(context, flat_trees, param_structure)
+        _cache.add_trees(context, flat_trees, param_structure)
     return [flat_params, flat_buffers, flat_scaler], param_structure

@@ -40,7 +40,7 @@ class FormulaStep:
         self._opaque = _nonstrict_traced(config, self._step_groups)
         self._sizes: dict[tuple[Any, ...], Tensor] = {}  # of `send_once`
 
-    def __call__(
+    def run(
         self,
         inputs: OptimizerInputs,
         grads: Gradients,

@@ -51,7 +51,7 @@ class KernelStepInTrace(KernelStep):
         opaque = may_be_opaque(inputs.params, grads.tensors, slots, scalars)
         return opaque and slots_follow_params(pairs)
 
-    def __call__(
+    def run(
         self,
         inputs: OptimizerInputs,
         grads: Gradients,

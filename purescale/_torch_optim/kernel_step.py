@@ -117,7 +117,7 @@ class KernelStep:
         tensors = [rate for rate in rates if isinstance(rate, Tensor)]
         return all([rate.dtype is torch.float32 or rate.is_cpu for rate in tensors])
 
-    def __call__(
+    def run(
         self,
         inputs: OptimizerInputs,
         grads: Gradients,
@@ -137,11 +137,12 @@ class KernelStep:
         state = structure.unflatten(leaves[num_params:])
         # The counts that kernels read are fresh, those of the leaves are written after each launch:
         # what raises, for want of memory, counts nothing.
+        # `make_calls` yields, so each launch runs before the next call is made.
         applied = state.applied + (1 if skip is None else ~skip)
-        leaves_counted_ahead = list(leaves)
+        kernel_leaves = list(leaves)
         for launch in self.launches:
-            add_to_counts(leaves_counted_ahead, launch.count_indices, skip)
-        calls = self.make_calls(leaves_counted_ahead, applied, grads, step_settings)
+            add_to_counts(kernel_leaves, launch.count_indices, skip)
+        calls = self.make_calls(kernel_leaves, applied, grads, step_settings)
         with torch.set_grad_enabled(False):  # `no_grad` makes more calls
             for launch, call in calls:
                 self.kernel.run(call, skip)

@@ -242,14 +242,14 @@ class KernelOrFormulaOptimizer(ParamGroupOptimizer):
         """Return parameters and state after a step, by a kernel if one can make or skip it."""
         kernel_step = inputs.plan.kernel_step
         if kernel_step is not None and kernel_step.supports_step(inputs, grads, skip):
-            return kernel_step(inputs, grads, skip, in_place=in_place)
+            return kernel_step.run(inputs, grads, skip, in_place=in_place)
         return super().step_or_skip(inputs, grads, skip, in_place=in_place)
 
     def compute_step(
         self, inputs: OptimizerInputs, grads: Gradients
     ) -> tuple[list[Tensor], OptState]:
         """Return parameters and state after the step by the formula, in fresh memory."""
-        return self._formula_step(inputs, grads)
+        return self._formula_step.run(inputs, grads)
 
 
 def _check_counts(config: OptimizerConfig, param_structure: ParamStructure) -> None:

@@ -150,7 +150,7 @@ def _fill(
     """Return `sd` with the groups, the order and the flags of the state dict `like`, which keeps
     what it has of other parameters.
     """
-    saved_groups, states = _check_state_dict(like)
+    saved_groups, states = _checked_groups_and_states(like)
     saved_params = _find_parameters(saved_groups, names)
     written_as = {
         name: (group, key)
@@ -201,7 +201,7 @@ def read_state_dict(
     by parameter, with the count of each if one count is not that of all. `fresh` and `slots` are a
     new state and its slots, which are replaced one by one, so that memory holds one state only.
     """
-    groups, states = _check_state_dict(sd)
+    groups, states = _checked_groups_and_states(sd)
     saved_params = _find_parameters(groups, list(slots))
     counts: dict[str, Any] = {}
     has_step_slot = config.spec.formula is not None and config.spec.formula.has_step_slot
@@ -232,7 +232,7 @@ def read_state_dict(
     return with_stored(OptState(count, {}, iteration=iterations), stored), slots
 
 
-def _check_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+def _checked_groups_and_states(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
     """Return the groups and states of `torch.optim.Optimizer.state_dict()`, or refuse the dict."""
     parts = sd if isinstance(sd, Mapping) else {}
     groups, states = parts.get("param_groups"), parts.get("state")

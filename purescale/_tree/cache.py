@@ -84,7 +84,7 @@ class TreeEntry(NamedTuple):
 class TreeCache(MetadataCache[TreeEntry]):
     """A cache of values for arguments that are trees."""
 
-    def find(
+    def find_trees(
         self, context: CallContext, trees: tuple[Tree, ...]
     ) -> tuple[list[FlatTree], Any] | None:
         """Return the trees, flat, and the value for trees that differ from them in values only, in
@@ -109,7 +109,7 @@ class TreeCache(MetadataCache[TreeEntry]):
             return flat_trees, entry.value
         return None
 
-    def insert(self, context: CallContext, flat_trees: Sequence[FlatTree], value: Any) -> None:
+    def add_trees(self, context: CallContext, flat_trees: Sequence[FlatTree], value: Any) -> None:
         """Keep a value for trees like these. Left out are trees with a leaf that is None, is not
         plain, dense and real, or has a `grad_fn`; with containers other than Python's or keys that
         are not strings, which could keep an object of a user's alive; with one tensor twice,

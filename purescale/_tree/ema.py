@@ -44,7 +44,7 @@ def ema(old: TreeT, new: TreeT, decay: float | Tensor) -> TreeT:
 
     Source of the rule: torch.optim.swa_utils.get_ema_multi_avg_fn, which writes into the average.
     """
-    decay = _check_decay(decay)
+    decay = _checked_decay(decay)
     leaves, structure = pytree.flatten(old)
     others = leaves_like("new", new, "old", old, structure)
     for position, (a, b) in enumerate(zip(leaves, others, strict=True)):
@@ -60,7 +60,7 @@ def ema(old: TreeT, new: TreeT, decay: float | Tensor) -> TreeT:
     )
 
 
-def _check_decay(decay: Any) -> float | Tensor:
+def _checked_decay(decay: Any) -> float | Tensor:
     if isinstance(decay, Tensor):
         if decay.ndim or not decay.is_floating_point():
             raise TypeError(

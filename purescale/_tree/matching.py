@@ -107,7 +107,7 @@ def matching_leaves(
     """
     leaves, structure = flatten(tree) if flat is None else (flat.leaves, flat.structure)
     others = leaves_like(other_name, other, name, tree, structure)
-    if have_same_metadata(leaves, others):
+    if are_dense_alike(leaves, others):
         return leaves, others, structure
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if not same_metadata(a, b):
@@ -116,7 +116,7 @@ def matching_leaves(
     return leaves, others, structure
 
 
-def have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
+def are_dense_alike(leaves: Leaves, others: Leaves) -> bool:
     """Return True if the leaves agree pairwise in all but values and are dense and real. A fast
     check of whole lists.
     """

@@ -49,7 +49,7 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     Source of the rule: `select_tree` of jmp.
     """
     context, arguments = current_context(), (found_inf, old, new)
-    if context.host_can_read_cpu and (cached := _cache.find(context, arguments)):
+    if context.host_can_read_cpu and (cached := _cache.find_trees(context, arguments)):
         _, before, after = cached[0]
         chosen = before if found_inf else after
         return before.structure.unflatten(foreach.clone_list(chosen.leaves))
@@ -78,7 +78,7 @@ def _cache_match(
         return
     trees = list(map(FlatTree.of, arguments))
     if all(map(operator.is_, trees[2].leaves, new)):
-        _cache.insert(context, trees, None)
+        _cache.add_trees(context, trees, None)
 
 
 def _is_flag(tree: Tree) -> bool:

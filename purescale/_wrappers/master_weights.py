@@ -132,7 +132,7 @@ def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
         if not isinstance(leaf, Tensor):
             masters.append(leaf)
         elif leaf.dtype is torch.bfloat16:
-            masters.append(on_shards(_joined, leaf, other))
+            masters.append(on_shards(_join_leaf, leaf, other))
         else:
             masters.append((other if leaf.dtype is torch.float16 else leaf).clone())
     return structure.unflatten(masters)
@@ -181,7 +181,7 @@ def split_masters(masters: TreeT) -> tuple[TreeT, TreeT]:
                 f"{pytree.path(masters, 'masters', index)} is {describe(leaf)}; a master is "
                 "float32. Fix: `.float()`, or leave it out."
             )
-        pairs.append((None, None) if leaf is None else _split(leaf))
+        pairs.append((None, None) if leaf is None else _split_leaf(leaf))
     return structure.unflatten([a for a, _ in pairs]), structure.unflatten([b for _, b in pairs])
 
 
@@ -217,7 +217,7 @@ def join_masters(params: TreeT, rest: Tree) -> TreeT:
                 f"{describe(low)}; expected bfloat16 and int16 of one shape. Fix: what "
                 "`split_masters` returned, or `master_weights(params, opt_state)`."
             )
-        masters.append(None if leaf is None else on_shards(_joined, leaf, low))
+        masters.append(None if leaf is None else on_shards(_join_leaf, leaf, low))
     return structure.unflatten(masters)
 
 
@@ -228,12 +228,12 @@ _MAGNITUDE = 0x7FFFFFFF
 _LARGEST = 0x7FFF7FFF
 
 
-def _joined(hi: Tensor, low: Tensor) -> Tensor:
+def _join_leaf(hi: Tensor, low: Tensor) -> Tensor:
     """Return the master of a bfloat16 tensor and its rest."""
     return (hi.float().view(torch.int32) + low.to(torch.int32)).view(torch.float32)
 
 
-def _split(master: Tensor) -> tuple[Tensor, Tensor]:
+def _split_leaf(master: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bfloat16 and the int16 half of a float32 tensor."""
     bits = on_shards(_bits, master)
     return on_shards(_upper_half, bits), bits.to(torch.int16)
@@ -312,7 +312,7 @@ class MasterOptimizer(Wrapper):
         for index in _of_dtype(params, torch.float16):
             params[index] = rest[index]
         rows = [params[n] for n in halves], [rest[n] for n in halves]
-        joined = _join(*rows, traced=inputs.context.traced)
+        joined = _join_leaves(*rows, traced=inputs.context.traced)
         for index, master in zip(halves, joined, strict=True):
             params[index] = master
         return inputs.with_params_and_state(params, state.inner)
@@ -326,7 +326,7 @@ class MasterOptimizer(Wrapper):
         halves = _of_dtype(old, torch.bfloat16)
         masters = [params[index] for index in halves]
         if inputs.context.traced or any_dtensor(masters):
-            pairs = list(map(_split, masters))
+            pairs = list(map(_split_leaf, masters))
         else:
             pairs = [(torch.empty_like(old[n]), torch.empty_like(rest[n])) for n in halves]
             _write_halves(masters, [hi for hi, _ in pairs], [low for _, low in pairs])
@@ -344,12 +344,14 @@ def _of_dtype(params: list[Tensor], dtype: torch.dtype) -> list[int]:
     return [index for index, param in enumerate(params) if param.dtype is dtype]
 
 
-def _join(params: list[Tensor], rest: list[Tensor], *, traced: bool) -> list[Tensor]:
-    """Return `_joined` of each, in one buffer unless traced or sharded. The step overwrites it."""
+def _join_leaves(params: list[Tensor], rest: list[Tensor], *, traced: bool) -> list[Tensor]:
+    """Return `_join_leaf` of each, in one buffer unless traced or sharded, for the step to
+    overwrite.
+    """
     if traced or any_dtensor(params):
         # inductor cannot write a step into a view of another dtype, and removes a clone.
         # Subtracting 0.0 keeps every number and makes a new tensor.
-        return [on_shards(_joined, *pair) - 0.0 for pair in zip(params, rest, strict=True)]
+        return [on_shards(_join_leaf, *pair) - 0.0 for pair in zip(params, rest, strict=True)]
     masters = list(params)
     for indices in foreach.by_kind(params):
         hi, low = ([column[i] for i in indices] for column in (params, rest))
@@ -361,7 +363,7 @@ def _join(params: list[Tensor], rest: list[Tensor], *, traced: bool) -> list[Ten
 
 
 def _write_halves(masters: list[Tensor], params: list[Tensor], rest: list[Tensor]) -> None:
-    """Write `_split` of each master into these tensors."""
+    """Write `_split_leaf` of each master into these tensors."""
     for indices in foreach.by_kind(masters):
         some = [masters[i] for i in indices]
         bits = _bits(flat_buffer.view_or_join(some))

@@ -84,9 +84,13 @@ def inputs_of_pieces(inputs: OptimizerInputs, cuts: list[Cut]) -> list[Optimizer
         piece = OptimizerInputs(
             inputs.context,
             inputs.param_structure.take(cut),
-            TensorList([_cut(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]),
+            TensorList(
+                [_take_span(inputs.params[n], inputs.params[n], span) for n, span in cut.items()]
+            ),
             _cut_state(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
-            piece_positions=[place._replace(start=place.start + start) for place, start in starts],
+            piece_positions=[
+                position._replace(start=position.start + start) for position, start in starts
+            ],
             step_settings=inputs.step_settings,
         )
         pieces.append(piece)
@@ -96,11 +100,11 @@ def inputs_of_pieces(inputs: OptimizerInputs, cuts: list[Cut]) -> list[Optimizer
 def grads_of_piece(inputs: OptimizerInputs, grads: Gradients, cut: Cut) -> Gradients:
     """Return the gradients of a piece, which share the memory of `grads`."""
     leaves = inputs.grads_of_params(grads)
-    parts = [_cut(leaves[n], inputs.params[n], span) for n, span in cut.items()]
+    parts = [_take_span(leaves[n], inputs.params[n], span) for n, span in cut.items()]
     return Gradients.of_leaves(parts, grads.pending, owned=grads.owned)
 
 
-def _cut(value: Any, param: Tensor, span: slice) -> Any:
+def _take_span(value: Any, param: Tensor, span: slice) -> Any:
     """Return this part of a tensor that belongs to a parameter. A tensor of another shape, such as
     a step count, belongs to the last part; the other parts get copies.
     """
@@ -118,7 +122,7 @@ def _cut_state(state: Tree, inputs: OptimizerInputs, cut: Cut, *, last: bool) ->
 
     def part(tree: Tree) -> dict[str, Any]:
         values, names = inputs.param_structure.flatten_up_to(tree), inputs.param_structure.names
-        return {names[n]: _cut(values[n], inputs.params[n], span) for n, span in cut.items()}
+        return {names[n]: _take_span(values[n], inputs.params[n], span) for n, span in cut.items()}
 
     fields = {}
     for field, value in state._asdict().items():

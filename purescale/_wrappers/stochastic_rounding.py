@@ -80,7 +80,7 @@ def stochastic_round(
             raise TypeError(f"{pytree.path(tree, 'tree', index)} {reason}")
         else:
             position = Position(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
-            rounded = functools.partial(_rounded, dtype=dtype, dice=dice, position=position)
+            rounded = functools.partial(_round_leaf, dtype=dtype, dice=dice, position=position)
             results.append(on_shards(rounded, leaf))
     return structure.unflatten(results)
 
@@ -169,7 +169,7 @@ _BLOCK = 2**18  # elements that stay in a CPU cache from one operator to the nex
 _SMALL = 2**13  # elements: below this an operator takes a CPU longer than they do
 
 
-def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, position: Position) -> Tensor:
+def _round_leaf(x: Tensor, dtype: torch.dtype, dice: Dice, position: Position) -> Tensor:
     """Return the rounded elements of a dense tensor in its shape, in fresh memory."""
     if x.dtype is dtype:
         return x.clone()
@@ -184,10 +184,10 @@ def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, position: Position) -> T
     return result
 
 
-def _rounded_together(
+def _round_leaves(
     tensors: Sequence[Tensor], dtype: torch.dtype, dice: Dice, rows: Tensor
 ) -> list[Tensor]:
-    """Return `_rounded` of contiguous tensors of one kind, in operators over all their elements.
+    """Return `_round_leaf` of contiguous tensors of one kind, in operators over all their elements.
     `rows`: for each tensor its size, the number of its first element less the elements before it,
     and its leaf.
     """
@@ -304,18 +304,18 @@ class RoundingOptimizer(Wrapper):
         for indices in _indices_of_small(alone, old, params, positions):
             tensors, dtype = [params[n] for n in indices], old[indices[0]].dtype
             rows = self._rows_of(tensors, [positions[n] for n in indices])
-            rounded = _rounded_together(tensors, dtype, dice, rows)
+            rounded = _round_leaves(tensors, dtype, dice, rows)
             for index, tensor in zip(indices, rounded, strict=True):
                 results[index] = tensor
             alone.difference_update(indices)
         for index in alone:
             dtype, position = old[index].dtype, positions[index]
-            one = functools.partial(_rounded, dtype=dtype, dice=dice, position=position)
+            one = functools.partial(_round_leaf, dtype=dtype, dice=dice, position=position)
             results[index] = on_shards(one, params[index])
         return results, RoundingState(state, applied + 1)
 
     def _rows_of(self, tensors: Sequence[Tensor], positions: Sequence[Position]) -> Tensor:
-        """Return the `rows` of `_rounded_together`, on the device of the tensors."""
+        """Return the `rows` of `_round_leaves`, on the device of the tensors."""
         sizes = tuple(map(Tensor.numel, tensors))
         before = itertools.accumulate(sizes[:-1], initial=0)
         firsts = [position.start - b for position, b in zip(positions, before, strict=True)]

@@ -82,6 +82,13 @@ def resolve_group(group: Any) -> Any:
     if torch.compiler.is_compiling():
         return dist.group.WORLD if group is None else group
     refuse_in_capture("has no collectives.", "group=None, or the step without capture.")
+    if private.transforms_active():
+        raise ValueError(
+            "a group inside of torch.vmap or another transform of torch.func: torch has no rule "
+            "for collectives there, and would read sums that have not arrived. Fix: a loop over "
+            "the members, `[step(member(states, i), batch) for i in range(n)]`; for a derivative "
+            "group=None, with the microbatches of all ranks on one."
+        )
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "this rank is not in group: `dist.new_group(ranks)` returns a placeholder on other "

@@ -71,6 +71,17 @@ def test_what_the_dtype_can_hold_keeps_its_bits(dtype):
 
 
 @each_dtype
+def test_the_other_half_dtype_is_rounded_as_its_float32(dtype):
+    """Also the numbers of bfloat16 above the largest of float16, which stay finite."""
+    (other,) = {*HALF} - {dtype}
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(other)
+    every = every[~every.isnan()]
+    rounded = ps.stochastic_round(every, dtype, seed=5)
+    assert same_bits(rounded, ps.stochastic_round(every.float(), dtype, seed=5))
+    assert torch.equal(rounded.isfinite(), every.isfinite())
+
+
+@each_dtype
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64])
 def test_finite_stays_finite_and_what_is_not_stays_what_it_is(dtype, wide):
     limit, top = torch.finfo(dtype).max, torch.finfo(wide).max

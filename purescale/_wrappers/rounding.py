@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._torch.dtypes import wide_dtype
+
 
 def rounded_on_bits(
     x: Tensor,
@@ -20,8 +22,8 @@ def rounded_on_bits(
     `multiple(x)` returns the rounded multiple of 2**-24 for magnitudes that are subnormal in
     float16.
     """
-    limit = torch.finfo(dtype).max
-    bounded = x.clamp(-limit, limit).to(torch.float32)
+    limit = torch.finfo(dtype).max  # which another half dtype may not hold
+    bounded = x.to(wide_dtype(x.dtype)).clamp(-limit, limit).to(torch.float32)
     bits = bounded.view(torch.int32)
     if dtype is torch.bfloat16:
         halves = (bits + added(bits, 16)) >> 16

@@ -204,9 +204,8 @@ def _norm_of_list(tensors: list[Tensor], norm_type: float, amax: Tensor, divisor
         return norm / divisor
     # In units of the largest magnitude: what underflows then adds nothing to the norm.
     unit = _unit(amax)
-    tensors = cast_list_saturating(
-        tensors, unit.dtype
-    )  # a quotient in half precision would be rounded
+    # A quotient in half precision would be rounded.
+    tensors = cast_list_saturating(tensors, unit.dtype)
     norms = listops.norm(listops.div(tensors, unit), norm_type, dtype=widest)
     in_units: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return in_units * (unit / divisor)

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from .._distributed.collectives import all_reduce_found_inf
-from .._distributed.process_group import (
-    Group,
-    all_reduce,
-)
+from .._distributed.process_group import Group, all_reduce
 from .._grads.local_stats import LocalStats, local_stats, norm_on_host
 from .._grads.stats_over_ranks import stats_over_group, stats_over_meshes
 from .._torch import private

@@ -19,10 +19,7 @@ from torch import Tensor, nn
 from .._module.recipe import ModelCopy, StateContainer
 from .._module.registered import REGISTRY_NAMES, Tensors, keys_of
 from .._torch import private
-from .._torch.tracing import (
-    PLAIN_TYPES,
-    innermost,
-)
+from .._torch.tracing import PLAIN_TYPES, innermost
 from .._tree import pytree
 from .._tree.leaves import is_constant, versions
 

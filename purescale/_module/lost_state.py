@@ -17,11 +17,7 @@ from torch import Tensor, nn
 from .._module.recipe import ModelCopy, Recipe
 from .._module.registered import MODULE_ATTRIBUTES
 from .._torch import private
-from .._torch.tracing import (
-    host_can_read,
-    innermost,
-    is_on_a_graph,
-)
+from .._torch.tracing import host_can_read, innermost, is_on_a_graph
 from .._tree.fingerprint import fingerprint
 from .._tree.leaves import is_constant, versions
 from .._tree.pytree import join_names

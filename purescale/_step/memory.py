@@ -12,12 +12,7 @@ from .._optim.optimizer import FlatOptimizer, PlannedStep
 from .._optim.optimizer_inputs import OptimizerInputs
 from .._step.prepare import PreparedStep
 from .._torch import dtensor
-from .._torch.donation import (
-    can_write_each,
-    pointers_of_each,
-    share_no_memory,
-    storage_pointers,
-)
+from .._torch.donation import can_write_each, pointers_of_each, share_no_memory, storage_pointers
 from .._torch.tensor_list import TensorList
 from .._torch.tracing import is_on_a_graph
 from .._tree import pytree
@@ -50,9 +45,7 @@ class MayWrite(NamedTuple):
     control: bool = False  # scaler, step count, generator and guard
 
 
-def decide_writes(
-    prepared: PreparedStep,
-) -> tuple[ArgumentMemory, MayWrite]:
+def decide_writes(prepared: PreparedStep) -> tuple[ArgumentMemory, MayWrite]:
     """Return the memory of the arguments, and what the step may overwrite. Without donation the
     state of the optimizer is not in that memory, because nothing writes into it.
     """
@@ -93,10 +86,7 @@ def decide_writes(
 
 
 def decide_writes_by_hand(
-    optimizer: FlatOptimizer,
-    planned: PlannedStep,
-    grads: Gradients,
-    read_only: Sequence[Tensor],
+    optimizer: FlatOptimizer, planned: PlannedStep, grads: Gradients, read_only: Sequence[Tensor]
 ) -> tuple[bool, bool]:
     """Return whether a step may overwrite its donated parameters and state, and its gradients."""
     lists = [_params_and_state(planned.inputs), grads.tensor_list]

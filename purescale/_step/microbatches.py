@@ -15,11 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._distributed.buckets import Reduction, mean_divisor
 from .._grads.accumulate import as_weight, is_valid_weight
-from .._step.forward_backward import (
-    ForwardBackward,
-    LossFn,
-    check_unwritten,
-)
+from .._step.forward_backward import ForwardBackward, LossFn, check_unwritten
 from .._step.memory import ArgumentMemory
 from .._step.options import TrainStepOptions
 from .._step.prepare import PreparedStep
@@ -115,9 +111,7 @@ def accumulate_microbatches(
 
 
 def _accumulate_one(
-    prepared: PreparedStep,
-    forward_backward: ForwardBackward,
-    memory: ArgumentMemory,
+    prepared: PreparedStep, forward_backward: ForwardBackward, memory: ArgumentMemory
 ) -> WindowResult:
     """Return the result of a single microbatch. Its gradients are the mean, still scaled."""
     microbatch, pointers = _make_microbatch(prepared.microbatches[0], memory.pointers)
@@ -129,19 +123,11 @@ def _accumulate_one(
         param_list=forward_backward.flat_params.tensor_list,
     )
     loss, totals_row, _ = _mean_loss_and_totals(prepared, [out.loss], [])
-    return WindowResult(
-        grads,
-        loss,
-        out.buffers,
-        tuple(out.aux),
-        totals_row=totals_row,
-    )
+    return WindowResult(grads, loss, out.buffers, tuple(out.aux), totals_row=totals_row)
 
 
 def _accumulate_several(
-    prepared: PreparedStep,
-    forward_backward: ForwardBackward,
-    memory: ArgumentMemory,
+    prepared: PreparedStep, forward_backward: ForwardBackward, memory: ArgumentMemory
 ) -> WindowResult:
     """Return the mean over several microbatches, or over those of a group."""
     mean = WindowMean(prepared, forward_backward)
@@ -236,9 +222,7 @@ def _finish_window(
 
 
 def _mean_loss_and_totals(
-    prepared: PreparedStep,
-    losses: list[Tensor],
-    overflows: list[Tensor],
+    prepared: PreparedStep, losses: list[Tensor], overflows: list[Tensor]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the mean loss of a window and its totals, over all ranks of a group, and the divisor
     of this rank's mean there.

@@ -19,24 +19,17 @@ from .._batch_norm.bn_stats import (
     restore_running_stats,
     update_running_stats,
 )
-from .._step.forward_backward import (
-    check_container,
-    checked_returned,
-)
+from .._step.forward_backward import check_container, checked_returned
 from .._step.memory import ArgumentMemory
 from .._step.microbatches import accumulate_microbatches
 from .._step.prepare import PreparedStep
-from .._step.window_result import (
-    WindowResult,
-)
+from .._step.window_result import WindowResult
 from .._tree import pytree
 from .._tree.pytree import FlatTree, Tree
 
 
 def accumulate_with_pooled_statistics(
-    prepared: PreparedStep,
-    scale: Tensor,
-    memory: ArgumentMemory,
+    prepared: PreparedStep, scale: Tensor, memory: ArgumentMemory
 ) -> WindowResult:
     """Return `accumulate_microbatches`, with buffers in which batch norm is updated once, by the
     statistics of all microbatches that count.

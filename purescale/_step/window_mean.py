@@ -32,11 +32,7 @@ class WindowMean:
     microbatch, the mean is an `AccumState`.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedStep,
-        forward_backward: ForwardBackward,
-    ) -> None:
+    def __init__(self, prepared: PreparedStep, forward_backward: ForwardBackward) -> None:
         self.prepared, self.options, self.weights = prepared, prepared.options, prepared.weights
         self.forward_backward = forward_backward
         self.scale, self.off_graph = forward_backward.scale, forward_backward.off_graph
